@@ -32,8 +32,8 @@ from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.signals import Signals
 from elastirun.agent.processes.spawn import WorkerSpec
+from elastirun.agent.quarantine import Quarantine
 from elastirun.agent.session import STANDSTILL, Session
-from elastirun.agent.sit_out import SitOut
 from elastirun.agent.status import health
 from elastirun.agent.status.shared_devices import devices, warn_of_twins
 from elastirun.agent.store.node_reports import Meeting
@@ -132,7 +132,7 @@ class Agent:
             self._tree.remove_folder_at_end(etcd.folder)
             self._tree.exclude(etcd.pid)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
-        self._sit_out = SitOut(config, self._session, self._accounting, self._events_log.write, self._console.say, self._end_parked)
+        self._sit_out = Quarantine(config, self._session, self._accounting, self._events_log.write, self._console.say, self._end_parked)
         parts = health.Parts(
             config, self._session, self._workers, self._round_events, self._memory, self._hangs, self._accounting, self._sit_out
         )
@@ -472,7 +472,7 @@ class Agent:
             env = specs[0].env
             states = {spec.rank: self._live.settled(parked[spec.local_rank]) for spec in specs if spec.local_rank in parked}
             having = {rank: settled for rank, settled in states.items() if settled}
-            live_states.tell(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, node_rank, having, lambda: self._round == round)
+            live_states.announce_states(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, node_rank, having, lambda: self._round == round)
 
     def _hold_new(
         self, specs: list[WorkerSpec], parked: Mapping[int, int], pause: float, quick: int

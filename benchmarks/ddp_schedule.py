@@ -32,7 +32,7 @@ from torch.futures import Future
 from benchmarks.lab import machine, table
 from elastirun.train import DistributedDataParallel
 from elastirun.train.reduction.buckets.memory import Storage
-from elastirun.train.reduction.buckets.plan import Link
+from elastirun.train.reduction.buckets.plan import LinkSpeed
 from tests.support import worlds
 
 MB = 1 << 20
@@ -73,7 +73,7 @@ class Layers(nn.Module):
 class SleepingLink:
     """A simulated link that carries one reduction at a time. The next begins when the link is free."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: LinkSpeed) -> None:
         self.link, self._free = link, 0.0
 
     def begin(self, nbytes: int) -> float:
@@ -153,7 +153,7 @@ PLAIN = "compute only"
 
 
 @contextmanager
-def trained(side: str, cap: float | None, layout: Layout, link: Link) -> Iterator[nn.Module]:
+def trained(side: str, cap: float | None, layout: Layout, link: LinkSpeed) -> Iterator[nn.Module]:
     """Return the layers wrapped by ``side`` over the link, with buckets of ``cap`` MiB (None: its default)."""
     model, sleeping = Layers(layout), SleepingLink(link)
     if side == PLAIN:
@@ -179,7 +179,7 @@ def _named(hook: LinkHook) -> Callable[..., Future[Tensor]]:
     return passing
 
 
-def time_rank(rank: int, world: int, sides: Sequence[tuple[str, float | None]], layout: Layout, link: Link, rounds: int) -> Times:
+def time_rank(rank: int, world: int, sides: Sequence[tuple[str, float | None]], layout: Layout, link: LinkSpeed, rounds: int) -> Times:
     """Return the seconds of each step's backward. The sides take turns."""
     times: Times = {}
     for number in range(1 + rounds):
@@ -209,7 +209,7 @@ CAPS = (25.0, 8.0, 4.0)
 LINKS = ((0.0002, 0.2), (0.004, 0.2), (0.002, 0.3))  # latency, and seconds for all bytes
 
 
-def measure(layout: Layout, link: Link, rounds: int, caps: Sequence[float]) -> Times:
+def measure(layout: Layout, link: LinkSpeed, rounds: int, caps: Sequence[float]) -> Times:
     sides = [(PLAIN, None), (ELASTIRUN, None), (TORCH, None), *((TORCH, cap) for cap in caps), *((ELASTIRUN, cap) for cap in caps)]
     found: Times = worlds.run(1, time_rank, sides, layout, link, rounds, timeout=LIMIT)[0]
     return found
@@ -223,9 +223,9 @@ def uneven() -> Layout:
     return ((32 * MB, 0.008),) + ((4 * MB, 0.012),) * 12 + ((1 * MB, 0.005),) * 24
 
 
-def link_for(layout: Layout, latency: float, seconds: float) -> Link:
+def link_for(layout: Layout, latency: float, seconds: float) -> LinkSpeed:
     """Return a link that needs ``seconds`` for all bytes of ``layout``, without latencies."""
-    return Link(latency, seconds / sum(nbytes for nbytes, _ in layout))
+    return LinkSpeed(latency, seconds / sum(nbytes for nbytes, _ in layout))
 
 
 def hidden(taken: float, compute: float, communication: float) -> float:

@@ -2,7 +2,7 @@
 
 Time comes in with the events, the outcome of every effect returns as an event, and every decision carries its reason in words.
 The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's state machine (all transitions in one table).
-The machine decides about rounds, and how this node ends. Which store it takes part in, and what was read there, is in job_store.py.
+The machine decides about rounds, and how this node ends. Which store it takes part in, and what was read there, is in store_tracker.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from elastirun.rendezvous import failures, formation, updates
-from elastirun.rendezvous.job_store import Effect, Ends, JobStore, Wakes
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.peers.ranks import own_rank
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.rules import Rules, keeps_state, pause_before
+from elastirun.rendezvous.store_tracker import Effect, Ends, StoreTracker, Wakes
 from elastirun.rendezvous.timing import GOODBYE, MARKING
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.wire import events
@@ -40,7 +40,7 @@ class Machine:
     def __init__(self, rules: Rules, row: NodeRow, now: float, store_id: str = "store") -> None:
         self.rules = rules
         self.row = row  # of this node, as it is to be written; ``seq`` is set then
-        self.store = JobStore(rules, row, now, store_id)
+        self.store = StoreTracker(rules, row, now, store_id)
         self.finished = False
         self.wake = now
         self._event: events.Event = events.Tick(now)  # the one being handled, or the last one

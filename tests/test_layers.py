@@ -225,10 +225,10 @@ def test_a_cycle_is_found(a: str, b: str, c: str, found: bool) -> None:
 FLOORS = {  # the folders and loose modules of a package, the lowest first: each imports only what stands before it
     "elastirun.rendezvous": (
         *("wire", "timing", "progress", "failures", "transitions", "rules", "stores", "peers", "store_thread", "updates", "death_notice"),
-        *("failover", "link", "formation", "earlier_run", "job_store", "machine"),
+        *("failover", "store_link", "formation", "earlier_run", "store_tracker", "machine"),
     ),
     "elastirun.agent": (
-        *("host", "processes", "output", "store", "observe", "session", "workers", "torch_handler", "hangs", "failures", "sit_out"),
+        *("host", "processes", "output", "store", "observe", "session", "workers", "torch_handler", "hangs", "failures", "quarantine"),
         *("termination_log", "status", "ending", "agent"),
     ),
     "elastirun.train": (

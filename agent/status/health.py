@@ -18,8 +18,8 @@ from elastirun.agent.observe.account import Totals
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.events import RoundEvents
 from elastirun.agent.observe.step_rates import WorkerSteps
+from elastirun.agent.quarantine import Quarantine
 from elastirun.agent.session import Session
-from elastirun.agent.sit_out import SitOut
 from elastirun.agent.status import metrics
 from elastirun.agent.status.http_port import HttpPort, Response, Snapshots, text
 from elastirun.agent.store.listening import EVERYWHERE
@@ -54,7 +54,7 @@ class Parts:
     memory: CheckpointMemory
     hangs: HangWatch
     accounting: Accounting
-    sit_out: SitOut
+    sit_out: Quarantine
 
 
 @dataclass(frozen=True)

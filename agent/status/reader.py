@@ -24,8 +24,8 @@ from elastirun.agent.status import own_agents
 from elastirun.agent.status.job_status import JobStatus, judge
 from elastirun.agent.store import shared_store
 from elastirun.agent.store.at_once import at_once
-from elastirun.agent.store.kinds import ASK_LIMIT, CopyOf, StoreAt, TcpAt, at_etcd, described, standby
-from elastirun.agent.store.search import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
+from elastirun.agent.store.discovery import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
+from elastirun.agent.store.locations import ASK_LIMIT, CopyOf, StoreAt, TcpAt, at_etcd, described, standby
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import StartError, StoreError, UnreadableMembers, UnreadableRound
 from elastirun.rendezvous.peers.liveness import Liveness

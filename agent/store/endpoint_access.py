@@ -11,9 +11,9 @@ from elastirun import clock
 from elastirun.agent.host import net
 from elastirun.agent.store import shared_store
 from elastirun.agent.store.at_once import at_once
+from elastirun.agent.store.discovery import MOST_ASKED, Search
 from elastirun.agent.store.forwarding import Forwarding
 from elastirun.agent.store.listening import EVERYWHERE
-from elastirun.agent.store.search import MOST_ASKED, Search
 from elastirun.agent.store.standby_store import StandbyStore
 from elastirun.agent.store.store_access import EtcdAccess, MemoryAccess, StoreAccess, new_store_id, rules
 from elastirun.config import Endpoint, LaunchConfig

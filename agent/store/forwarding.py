@@ -13,7 +13,7 @@ from collections.abc import Callable
 from elastirun import clock
 from elastirun.agent.host import net
 from elastirun.agent.store.at_once import at_once
-from elastirun.agent.store.search import MOST_ADDRESSES
+from elastirun.agent.store.discovery import MOST_ADDRESSES
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
@@ -40,7 +40,7 @@ class Forwarding:
     def __init__(
         self, endpoints: tuple[Endpoint, ...], protocol: SyncProtocol, found: Callable[[RoundRecord], None], own: Endpoint | None = None
     ) -> None:
-        self.told: tuple[Place, RoundRecord | None] | None = None  # where the store is, and the record there, see ``JobStore.forward``
+        self.told: tuple[Place, RoundRecord | None] | None = None  # where the store is, and the record there, see ``StoreTracker.forward``
         self._protocol = protocol
         self._found = found
         self._own = own

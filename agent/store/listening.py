@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastirun.agent.host import net
-from elastirun.agent.store.search import Search
+from elastirun.agent.store.discovery import Search
 from elastirun.config import Endpoint, LaunchConfig
 
 EVERYWHERE = "every interface of this machine"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elastirun.agent.store.kinds import ASK_LIMIT, TcpAt, described
+from elastirun.agent.store.locations import ASK_LIMIT, TcpAt, described
 from elastirun.errors import BadRecord
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.wire.codec import Codec

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 
 from elastirun.agent.host import net
+from elastirun.agent.store.discovery import Search
 from elastirun.agent.store.listening import EVERYWHERE
-from elastirun.agent.store.search import Search
 from elastirun.config import Endpoint, LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.stores import tcp

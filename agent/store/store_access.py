@@ -112,7 +112,7 @@ class StoreAccess:
         return self.for_guard(at) or {"kind": "none"}
 
     def forward(self, told: tuple[Place, RoundRecord | None] | None, found: Callable[[RoundRecord], None]) -> None:
-        """Say where the job was started, from now on, what is ``told``: ``JobStore.forward``; None: say nothing.
+        """Say where the job was started, from now on, what is ``told``: ``StoreTracker.forward``; None: say nothing.
 
         ``found``: see ``Forwarding``.
         """

@@ -21,7 +21,7 @@ from elastirun.worker.live_messages import store_prefix
 AGAIN = 0.05  # seconds between two attempts: the agent of node rank 0 may still be importing torch, to serve the store
 
 
-def tell(address: str, port: int, round: int, node_rank: int, states: Mapping[int, int], goes_on: Callable[[], bool]) -> None:
+def announce_states(address: str, port: int, round: int, node_rank: int, states: Mapping[int, int], goes_on: Callable[[], bool]) -> None:
     """Write the word of this node into the workers' store at ``address:port``, in a thread, which ends when the round does not ``goes_on``.
 
     ``states``: ranks that have a state, each with the round in which the ranks agreed upon it.
@@ -31,7 +31,7 @@ def tell(address: str, port: int, round: int, node_rank: int, states: Mapping[in
 
 
 def tell_over(address: str, port: int, round: int, goes_on: Callable[[], bool]) -> None:
-    """Write that training has ended, as ``tell`` does: workers that wait to be taken in end with code 0."""
+    """Write that training has ended, as ``announce_states`` does: workers that wait to be taken in end with code 0."""
     _write(address, port, f"{store_prefix(round)}/over", b"1", goes_on)
 
 

@@ -29,15 +29,15 @@ from elastirun.train.ddp.at_exit import living
 from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import backends_of, gather
-from elastirun.train.groups.connections import connections
+from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import abort_groups, end_beside, init_default_group, leave_groups
 from elastirun.train.groups.rank_prefix import one_prefix
 from elastirun.train.live.live_round import LiveRound
-from elastirun.train.live.position import Position, Rehearsal
 from elastirun.train.live.state_copy import StateKept, copy_state
+from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange, connecting
+from elastirun.train.reduction.active_backwards import settle
 from elastirun.train.reduction.control_words import ADMIT, LEFT, SWITCH, WHOLE
-from elastirun.train.reduction.under_way import settle
 from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_connection import LiveConnection
 from elastirun.worker.live_messages import VARIABLE
@@ -151,7 +151,7 @@ class Elastic:
         self._checkpoints: Checkpointer | None = None
         self._round = 0  # of the world that this rank is in, or was in last
         self._settled = 0  # the round in which this rank's state was last agreed upon; 0: it is that of a new process
-        self._before = Position(state, self._loader)
+        self._before = StepSnapshot(state, self._loader)
         self._connection = _connection
         self._live: LiveRound | None = None  # the round that this rank is in; None: its world never changes
         self._change: WorldChange | None = None  # to the next world of the round
@@ -362,9 +362,9 @@ class Elastic:
         world, self._change = self._change.world, None
         live.begin(world)
         self._loader.set_world(live.rank, live.size)
-        connections.begin()  # the checkpoints make a group of their own
+        live_sockets.begin()  # the checkpoints make a group of their own
         self._begin(restores=False)
-        connections.end()
+        live_sockets.end()
         self._wait_for_others(live)
 
     def _save(self) -> None:
@@ -459,7 +459,7 @@ class Elastic:
         """Let the main thread's waits for peers fail. Called in a thread."""
         if (live := self._live) is not None:
             live.stop()
-        connections.cut()
+        live_sockets.cut()
         self._model.interrupt("the agent ends this round")
         abort_groups()
 
@@ -472,8 +472,8 @@ class Elastic:
         if self._live is not None:
             self._live.leave()
             self._live = None
-        connections.cut()  # the agent may not have heard yet, and groups of the script's own have other peers than the lost one
-        connections.forget()
+        live_sockets.cut()  # the agent may not have heard yet, and groups of the script's own have other peers than the lost one
+        live_sockets.forget()
         connection.leave(self.state.step, self._settled)
         groups = leave_groups()
         self._model.leave_group()  # while the agents form the next round
@@ -508,7 +508,7 @@ class Elastic:
 
     def _fails_again(self, error: Exception) -> bool:
         """Return whether a save cannot be made for the second time in a row, and no peer is lost: another round would change nothing."""
-        is_lost = connections.is_cut or (self._connection is not None and self._connection.asked)
+        is_lost = live_sockets.is_cut or (self._connection is not None and self._connection.asked)
         restores = self._settled != max(self._round, 1)  # this world has not begun, so the error is not that of a save
         if not isinstance(error, CheckpointError) or is_lost or restores:
             return False
@@ -526,7 +526,7 @@ class Elastic:
 
         One with an older state has trained before. It keeps that state until it joins: it may be the newest one that is left by then.
         """
-        connections.begin()
+        live_sockets.begin()
         self._live = live = LiveRound(self._round, lambda: connection.asked)
         first = live.find_first()
         if not live.has(first) and self._rehearsal is None and self._settled == 0:
@@ -544,7 +544,7 @@ class Elastic:
         assert self._live is not None
         self._live.leave()
         self._live = None
-        connections.forget()
+        live_sockets.forget()
         connection.leave(0, 0)
         self._be_alone()
         self._loader.set_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -601,7 +601,7 @@ class Elastic:
             live.repeat()
             self._make_world(live)
         else:
-            connections.end()
+            live_sockets.end()
             self._wait_for_others(live)
 
     def _be_late(self) -> None:
@@ -612,8 +612,8 @@ class Elastic:
         self._before.take()
         self._late = StateKept(self.state, self._before.others)
         self._worlds += 1
-        connections.end()  # those of the script, from now on, are not cut
-        connections.cut()
+        live_sockets.end()  # those of the script, from now on, are not cut
+        live_sockets.cut()
         self._model.interrupt("the other ranks are in the next epoch")
         abort_groups()
 
@@ -629,8 +629,8 @@ class Elastic:
 
     def _enter_next(self) -> None:
         """Take part in the next world of the round. The connection to its store was cut with those of the groups."""
-        connections.forget()
-        connections.begin()
+        live_sockets.forget()
+        live_sockets.begin()
         assert self._live is not None
         self._live.reconnect()
         self._live.repeat()

@@ -91,7 +91,7 @@ def take_over(
 
 
 @dataclass
-class Moves:
+class Failover:
     """The place of the store that the node ``me`` uses, and its search for another one."""
 
     me: str

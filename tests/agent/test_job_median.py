@@ -13,7 +13,7 @@ import pytest
 from elastirun.agent.hangs import job_median
 from elastirun.agent.hangs.job_median import LASTS, MOST_WORKERS, JobTimes, NodeTimes, SharedMedian
 from elastirun.agent.hangs.stragglers import WINDOW, Median
-from elastirun.agent.store import kinds as status_stores
+from elastirun.agent.store import locations as status_stores
 from elastirun.agent.store import node_reports
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.errors import StoreError

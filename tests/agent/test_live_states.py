@@ -20,7 +20,7 @@ def threads() -> list[threading.Thread]:
 def test_the_word_comes_as_soon_as_there_is_a_store() -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    live_states.tell("127.0.0.1", port, 7, 3, {4: 6, 2: 6}, lambda: True)
+    live_states.announce_states("127.0.0.1", port, 7, 3, {4: 6, 2: 6}, lambda: True)
     listening.settimeout(PATIENCE)
     first, _ = listening.accept()
     first.close()
@@ -37,7 +37,7 @@ def test_nothing_is_said_of_a_round_that_is_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     over = threading.Event()
-    live_states.tell("127.0.0.1", port, 7, 3, {}, lambda: not over.is_set())
+    live_states.announce_states("127.0.0.1", port, 7, 3, {}, lambda: not over.is_set())
     over.set()
     for thread in threads():
         thread.join(PATIENCE)

@@ -853,7 +853,7 @@ MUTANTS = (
     ),
     mutant(
         "who looks for a job knows whose store it asks",
-        *("store/search", "execute(execute(protocol.here(), store).find_job(), store)", "execute(protocol.find_job(), store)"),
+        *("store/discovery", "execute(execute(protocol.here(), store).find_job(), store)", "execute(protocol.find_job(), store)"),
         *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
     ),
     mutant(
@@ -933,7 +933,7 @@ MUTANTS = (
     ),
     mutant(
         "no standby store where the job is started",
-        *("store/search", "if (address, port) != (*first, self._first.port):", "if True:"),
+        *("store/discovery", "if (address, port) != (*first, self._first.port):", "if True:"),
         *("search", "no_standby_store_is_where_the_job_is_started"),
     ),
     mutant(
@@ -953,37 +953,37 @@ MUTANTS = (
     ),
     mutant(
         "a round in a store that the job has left is none to go to",
-        *("store/search", "record.moved is None and (record.round", "(record.round"),
+        *("store/discovery", "record.moved is None and (record.round", "(record.round"),
         *("search", "a_store_that_the_job_has_left_sends_a_newcomer_on"),
     ),
     mutant(
         "a round that is found is surer than a word",
-        *("store/search", "sorted(words.values(), key=lambda word: -word.term)", "words.values()"),
+        *("store/discovery", "sorted(words.values(), key=lambda word: -word.term)", "words.values()"),
         *("search", "a_newcomer_joins_the_store_in_which_it_finds_a_round"),
     ),
     mutant(
         "a job that is over is not joined",
-        *("store/search", "goes_on = record.closed is None and bool(record.host)", "goes_on = bool(record.host)"),
+        *("store/discovery", "goes_on = record.closed is None and bool(record.host)", "goes_on = bool(record.host)"),
         *("search", "a_store_without_a_round_that_can_go_on_is_no_job[record2]"),
     ),
     mutant(
         "each place that is named has its turn",
-        *("store/search", "place = min(found, key=lambda one: self._sent.index(one) if one in self._sent else -1)", "place = found[0]"),
+        *("store/discovery", "place = min(found, key=lambda one: self._sent.index(one) if one in self._sent else -1)", "place = found[0]"),
         *("search", "where_several_places_are_named_each_has_its_turn"),
     ),
     mutant(
         "two orders of the list are found",
-        *("store/search", "raise StoreRefused(why) if hosting else StoreError(why)", "return None"),
+        *("store/discovery", "raise StoreRefused(why) if hosting else StoreError(why)", "return None"),
         *("search", "two_orders_of_the_list_are_found"),
     ),
     mutant(
         "the store of an earlier run is not about to begin a job",
-        *("store/search", "(record.round > 0 or record.closed is not None):", "record.closed is None and record.round > 0:"),
+        *("store/discovery", "(record.round > 0 or record.closed is not None):", "record.closed is None and record.round > 0:"),
         *("search", "the_store_of_an_earlier_run_stops_no_new_one"),
     ),
     mutant(
         "a name of several machines does not say who serves",
-        *("store/search", "return len({net.is_own(address) for address in found}) > 1", "return False"),
+        *("store/discovery", "return len({net.is_own(address) for address in found}) > 1", "return False"),
         *("search", "a_name_of_several_machines_does_not_say_which_of_them_serves"),
     ),
     mutant(
@@ -1038,7 +1038,7 @@ MUTANTS = (
     ),
     mutant(
         "a slow name server is waited for where there is one name",
-        *("store/search", "        if len(hosts) > 1:\n", "        if True:\n"),
+        *("store/discovery", "        if len(hosts) > 1:\n", "        if True:\n"),
         *("search", "a_name_server_that_is_slow_is_waited_for_where_there_is_one_name"),
     ),
     mutant(
@@ -1305,7 +1305,7 @@ MUTANTS = (
     ),
     mutant(
         "a node that sits out looks again where no round forms",
-        *("sit_out", " or self._why_needed(now)", ""),
+        *("quarantine", " or self._why_needed(now)", ""),
         *("sit_out", "nodes_that_go_at_the_same_moment_join_again_where_the_rest_is_too_few"),
     ),
     mutant(
@@ -1365,42 +1365,42 @@ MUTANTS = (
     ),
     mutant(
         "one round is one strike",
-        *("sit_out", "            self._suspicion = None  # one round, one strike\n", ""),
+        *("quarantine", "            self._suspicion = None  # one round, one strike\n", ""),
         *("sit_out", "one_round_is_one_strike"),
     ),
     mutant(
         "a node that leaves does not sit out",
-        *("sit_out", "if not limit or leaving or", "if not limit or"),
+        *("quarantine", "if not limit or leaving or", "if not limit or"),
         *("sit_out", "a_node_that_leaves_sits_out_no_more"),
     ),
     mutant(
         "the last strike counts before the next round tells of it",
-        *("sit_out", "len(self.strikes) + (self._suspicion is not None) < limit", "len(self.strikes) < limit"),
+        *("quarantine", "len(self.strikes) + (self._suspicion is not None) < limit", "len(self.strikes) < limit"),
         *("sit_out", "it_sits_out_from_its_last_strike_on_and_ends_with_its_time"),
     ),
     mutant(
         "the count is fresh after the time out",
-        *("sit_out", "        self.strikes.clear()\n", ""),
+        *("quarantine", "        self.strikes.clear()\n", ""),
         *("sit_out", "it_sits_out_from_its_last_strike_on_and_ends_with_its_time"),
     ),
     mutant(
         "workers that keep their state are none when their node has sat out",
-        *("sit_out", "        self._kept = False\n        self._say", "        self._say"),
+        *("quarantine", "        self._kept = False\n        self._say", "        self._say"),
         *("sit_out", "workers_that_keep_their_state_are_ended_when_their_node_sits_out"),
     ),
     mutant(
         "a node that stays says so once",
-        *("sit_out", "        if why != self._told:\n", "        if True:\n"),
+        *("quarantine", "        if why != self._told:\n", "        if True:\n"),
         *("sit_out", "it_stays_where_it_is_needed_or_nobody_knows_and_says_so_once"),
     ),
     mutant(
         "the look at all rows takes a limited time",
-        *("sit_out", "if not self._look.done and now < self._since + LOOK_LIMIT:", "if not self._look.done:"),
+        *("quarantine", "if not self._look.done and now < self._since + LOOK_LIMIT:", "if not self._look.done:"),
         *("sit_out", "it_stays_where_it_is_needed_or_nobody_knows_and_says_so_once"),
     ),
     mutant(
         "each round that ends has its own time until the next",
-        *("sit_out", "        if record is None or record.open:\n            self._broken = None\n        elif", "        if"),
+        *("quarantine", "        if record is None or record.open:\n            self._broken = None\n        elif", "        if"),
         *("sit_out", "the_others_have_time_for_their_next_round_from_its_end_on"),
     ),
     mutant(

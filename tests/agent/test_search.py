@@ -13,7 +13,8 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent.host import net
-from elastirun.agent.store import endpoint_access, search, shared_store
+from elastirun.agent.store import discovery as search
+from elastirun.agent.store import endpoint_access, shared_store
 from elastirun.agent.store import forwarding as forwarding_module
 from elastirun.agent.store.at_once import at_once
 from elastirun.agent.store.endpoint_access import EndpointAccess, store_access

@@ -14,8 +14,8 @@ from elastirun.agent.session import STANDSTILL, Session
 from elastirun.agent.store.endpoint_access import store_access
 from elastirun.agent.store.store_access import new_row, rules
 from elastirun.agent.store.worker_store import WorkerStore
-from elastirun.rendezvous.job_store import JobStore
 from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.store_tracker import StoreTracker
 from elastirun.rendezvous.wire.actions import Action, Start, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import FoundAtStart, Leave, Reachable, StoodStill, Synced, SyncFailed, Tick
@@ -146,7 +146,7 @@ def test_where_the_store_has_moved_is_said_after_each_answer(waiting: tuple[Sess
     monkeypatch.setattr(session.access, "forward", lambda told, found: (said.append(told and told[0]), found(record)))
     session.step(Tick(0.1))
     for place in (None, Place("n1", "10.0.0.1", 1)):
-        monkeypatch.setattr(JobStore, "forward", place and (place, record))
+        monkeypatch.setattr(StoreTracker, "forward", place and (place, record))
         session.step(Synced(mute.t, mute.t, None, {}))
     assert said == [None, place]
     assert session.next_event() == FoundAtStart(mute.t, record), "what is found there is the machine's business"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent import sit_out
+from elastirun.agent import quarantine as sit_out
 from elastirun.agent.observe import events
-from elastirun.agent.sit_out import AGAIN, CHECK, LOOK_LIMIT, SitOut
+from elastirun.agent.quarantine import AGAIN, CHECK, LOOK_LIMIT, Quarantine
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.peers.ranks import member
 from elastirun.rendezvous.timing import Timing
@@ -47,7 +47,7 @@ class Node:
             strikes=strikes, strikes_cooldown=100.0, fixed_ranks=False, standalone=False, min_nodes=2, token=None, timing=Timing()
         )
         accounting: Any = SimpleNamespace(sit_out=lambda: None, join=lambda: None)
-        self.sit_out = SitOut(config, session, accounting, self.events.append, self.lines.append, lambda: None)
+        self.sit_out = Quarantine(config, session, accounting, self.events.append, self.lines.append, lambda: None)
 
     def look(self, *_: object) -> Any:
         self.looked += 1

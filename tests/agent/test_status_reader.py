@@ -19,7 +19,7 @@ from elastirun.agent.status import own_agents
 from elastirun.agent.status import reader as status_reader
 from elastirun.agent.status.own_agents import OwnAgent
 from elastirun.agent.status.reader import Found, StatusReader, Target
-from elastirun.agent.store import kinds as status_stores
+from elastirun.agent.store import locations as status_stores
 from elastirun.agent.store import shared_store
 from elastirun.cli import parse
 from elastirun.config import Endpoint

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import formation
-from elastirun.rendezvous.failover.succession import Moves, another_run, take_over
+from elastirun.rendezvous.failover.succession import Failover, another_run, take_over
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
@@ -142,7 +142,7 @@ def test_who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_
     host.crash()
     newcomer = world.add(host.name)
     assert world.run(1.0, lambda: (record := world.record_at(second)) is not None and record.term > 0)
-    assert host.id not in second.machine.store._moves.gone
+    assert host.id not in second.machine.store._failover.gone
     goes_on(world, second, newcomer, within=6.0)
 
 
@@ -273,9 +273,9 @@ def test_who_waits_for_a_silent_host_looks_for_it_elsewhere() -> None:
 # -- the vote before the vote ----------------------------------------------------------------------------------------------------------
 
 
-def doubting(me: str) -> Moves:
+def doubting(me: str) -> Failover:
     """A node that has not heard of the store for long."""
-    moves = Moves(me, MAJORITY)
+    moves = Failover(me, MAJORITY)
     moves.search(RECORD, 0.0, {}, 2 * MAJORITY.expire)
     return moves
 
@@ -304,16 +304,16 @@ def test_the_others_go_to_an_owner_that_has_given_up_the_store() -> None:
 
 
 def test_nobody_doubts_early_nor_without_majority() -> None:
-    early = Moves("a", MAJORITY)
+    early = Failover("a", MAJORITY)
     early.search(RECORD, 0.0, {}, 2 * MAJORITY.expire - 0.1)
-    proof = Moves("a", PROOF)
+    proof = Failover("a", PROOF)
     proof.search(RECORD, 0.0, {}, 1000.0)
     for moves in (early, proof):
         assert not moves.should_follow(PLACES[1], answer("a", votes=votes("bcd")), RECORD)
 
 
 def test_a_host_that_is_left_with_too_few_follows_as_the_others_do() -> None:
-    host = Moves("h", MAJORITY)
+    host = Failover("h", MAJORITY)
     host.note_minority(True, 0.0)
     for now, expected in ((MAJORITY.expire - 0.1, False), (MAJORITY.expire, True)):
         host.search(RECORD, None, {}, now)
@@ -368,14 +368,14 @@ def test_a_take_over_goes_before_another_look() -> None:
     machine = Machine(MAJORITY, NodeRow("a", "a", "", 0, 2), 0.0)
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, replace(RECORD, settings=MAJORITY.settings), {}))
-    machine.store._moves = doubting("a")
-    machine.store._moves.should_follow(PLACES[1], answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
+    machine.store._failover = doubting("a")
+    machine.store._failover.should_follow(PLACES[1], answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
     machine.store._move(PLACES[1], RECORD, decided=False)
     machine.store._link.rows = rows("abcd")
-    machine.store._moves.answered(Sync(), answer(votes=votes("abcd")), RECORD)
+    machine.store._failover.answered(Sync(), answer(votes=votes("abcd")), RECORD)
     assert [action for action in machine.step(Tick(0.2)) if isinstance(action, Sync) and action.look], "it looks where the job was started"
     machine.store._link.schedule.under_way = False
-    machine.store._moves.unanswered(None, 20.0)
+    machine.store._failover.unanswered(None, 20.0)
     (asked,) = [action for action in machine.step(Tick(20.0)) if isinstance(action, Sync)]
     assert asked.change is not None and asked.change.record.term == 1
 
@@ -384,7 +384,7 @@ def test_nodes_that_were_suspended_together_go_on() -> None:
     world = told(3)
     host, a, b = world.nodes
     host.crash()
-    assert world.run(5, lambda: a.machine.store._moves.undecided)
+    assert world.run(5, lambda: a.machine.store._failover.undecided)
     for node in (a, b):
         node.freeze()
     world.run(40.0)  # its store grace is 15 s
@@ -395,10 +395,10 @@ def test_nodes_that_were_suspended_together_go_on() -> None:
 
 def test_who_knows_another_round_looks_first_where_the_guard_of_the_host_says() -> None:
     newer = replace(RECORD, version=9, round=4, members=(RECORD.members[0], *RECORD.members[3:]))
-    moves = Moves("b", MAJORITY)
+    moves = Failover("b", MAJORITY)
     moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
     assert [place.id for place in moves.places(RECORD)] == ["c", "d", "a", "b"]
-    assert [place.id for place in Moves("b", MAJORITY).places(RECORD)] == ["a", "b", "c", "d"]
+    assert [place.id for place in Failover("b", MAJORITY).places(RECORD)] == ["a", "b", "c", "d"]
 
 
 def test_a_newcomer_that_was_sent_to_an_empty_store_turns_back() -> None:

@@ -18,7 +18,7 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
 
 live_worker = mutants_in("elastirun", "tests/rendezvous")
 simulated = mutants_in("tests/sim", "tests/rendezvous")  # of what the simulator plays: the invariants notice it
-FORWARDS_WHILE_RUNNING = "return self._moves.forward(self.record) if 'RUNNING' in str(self._link.own.stored) else None"
+FORWARDS_WHILE_RUNNING = "return self._failover.forward(self.record) if 'RUNNING' in str(self._link.own.stored) else None"
 MUTANTS = (
     # Who sits where.
     mutant(
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     mutant(
         "the last call begins when there are enough nodes",
-        *("link", "(1 if view.record.open else self.rules.min_nodes)", "1"),
+        *("store_link", "(1 if view.record.open else self.rules.min_nodes)", "1"),
         *("machine", "the_last_call_is_not_over_when_there_are_enough_at_last"),
     ),
     mutant(
@@ -190,17 +190,17 @@ MUTANTS = (
     ),
     mutant(
         "one's own trouble with the store excuses the others",
-        *("link", "self.live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))", "pass"),
+        *("store_link", "self.live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))", "pass"),
         *("silence", "after_trouble_with_the_store_the_others_have_their_time_anew"),
     ),
     mutant(
         "the last to find the store back has some seconds more than the first",
-        *("link", "RECONNECT_SPREAD if self.rules.lasting else", "0.0 if self.rules.lasting else"),
+        *("store_link", "RECONNECT_SPREAD if self.rules.lasting else", "0.0 if self.rules.lasting else"),
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     mutant(
         "after a standstill of the store's host the others have some seconds to find the store",
-        *("link", "RECONNECT_SPREAD if without_store else 0.0", "0.0"),
+        *("store_link", "RECONNECT_SPREAD if without_store else 0.0", "0.0"),
         *("silence", "after_a_standstill_of_the_stores_host_the_others_have_some_seconds_to_find_the_store"),
     ),
     mutant(
@@ -296,7 +296,7 @@ MUTANTS = (
     ),
     mutant(
         "the last node of a moved job says where it is while its workers may train",
-        *("job_store", "return self._moves.forward(self.record)", FORWARDS_WHILE_RUNNING),
+        *("store_tracker", "return self._failover.forward(self.record)", FORWARDS_WHILE_RUNNING),
         *("succession", "the_last_node_of_a_job_that_has_moved_says_where_it_is_as_long_as_its_workers_may_train[29.0]"),
     ),
     mutant(
@@ -336,17 +336,17 @@ MUTANTS = (
     ),
     mutant(
         "who was in no round joins the job that is in the store now",
-        *("job_store", "if stays and self._may_begin_again(self.record, event, row):", "if False:"),
+        *("store_tracker", "if stays and self._may_begin_again(self.record, event, row):", "if False:"),
         *("steps", "who_was_in_no_round_joins_the_job_that_is_in_the_store_now"),
     ),
     mutant(
         "who was in a round does not",
-        *("job_store", "return in_no_round and is_over", "return is_over"),
+        *("store_tracker", "return in_no_round and is_over", "return is_over"),
         *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
     ),
     mutant(
         "nor who has read of a round that may go on",
-        *("job_store", "return in_no_round and is_over", "return in_no_round"),
+        *("store_tracker", "return in_no_round and is_over", "return in_no_round"),
         *("steps", "who_may_not_join_another_store_ends"),
     ),
     mutant(
@@ -356,27 +356,27 @@ MUTANTS = (
     ),
     mutant(
         "a node offers each id to one store",
-        *("job_store", "        self._take_another_store_id()\n        self._link = self._link", "        self._link = self._link"),
+        *("store_tracker", "        self._take_another_store_id()\n        self._link = self._link", "        self._link = self._link"),
         *("steps", "a_node_offers_each_id_to_one_store"),
     ),
     mutant(
         "also where it has not heard whether the store has it",
-        *("job_store", "            self._take_another_store_id()  # the store may", "            pass  # the store may"),
+        *("store_tracker", "            self._take_another_store_id()  # the store may", "            pass  # the store may"),
         *("steps", "a_node_offers_each_id_to_one_store"),
     ),
     mutant(
         "a spare that begins again gives up its standby store",
-        *("job_store", "            self._standby = 0\n            effects", "            effects"),
+        *("store_tracker", "            self._standby = 0\n            effects", "            effects"),
         *("succession", "nobody_finds_a_spare_that_has_begun_again_where_it_was"),
     ),
     mutant(
         "and connects again, to serve another one",
-        *("job_store", "            effects.append(Reconnect())  # another", "            pass  # another"),
+        *("store_tracker", "            effects.append(Reconnect())  # another", "            pass  # another"),
         *("succession", "nobody_finds_a_spare_that_has_begun_again_where_it_was"),
     ),
     mutant(
         "a node with other settings takes no part",
-        *("job_store", 'how = rules.disagreement(self.rules, found) if found is not None else ""', 'how = ""'),
+        *("store_tracker", 'how = rules.disagreement(self.rules, found) if found is not None else ""', 'how = ""'),
         *("rules", "nodes_started_with_other_settings_are_told_so_and_change_nothing"),
     ),
     mutant(
@@ -391,7 +391,7 @@ MUTANTS = (
     ),
     mutant(
         "into the store of a job that is over nothing is written",
-        *("job_store", "earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None", "False else None"),
+        *("store_tracker", "earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None", "False else None"),
         *("steps", "into_the_store_of_a_job_that_is_over_nothing_is_written"),
     ),
     mutant(
@@ -431,7 +431,7 @@ MUTANTS = (
     ),
     mutant(
         "one exchange at a time",
-        *("job_store", "        if schedule.under_way:\n            return []\n", ""),
+        *("store_tracker", "        if schedule.under_way:\n            return []\n", ""),
         *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
     ),
     mutant(
@@ -510,7 +510,7 @@ MUTANTS = (
     ),
     mutant(
         "many rows are read when a watched one is away",
-        *("job_store", "more_lost = self._may_have_lost_more(row)", "more_lost = False"),
+        *("store_tracker", "more_lost = self._may_have_lost_more(row)", "more_lost = False"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     mutant(
@@ -531,7 +531,7 @@ MUTANTS = (
     ),
     mutant(
         "who hears from the votes why the host has gone says so",
-        *("job_store", "broken = known.broken or Broken(", "broken = Broken("),
+        *("store_tracker", "broken = known.broken or Broken(", "broken = Broken("),
         *("succession", "a_host_that_has_left_before_the_others_heard_of_it_was_not_lost"),
     ),
     mutant(
@@ -546,12 +546,12 @@ MUTANTS = (
     ),
     mutant(
         "who reaches too few of its round does not take it for the current one",
-        *("job_store", "return not all(quorum.is_met(needed, here, view.ended)", "return not all(True"),
+        *("store_tracker", "return not all(quorum.is_met(needed, here, view.ended)", "return not all(True"),
         *("majority", "a_host_that_is_cut_off_knows_that_it_may_have_been_replaced"),
     ),
     mutant(
         "a store that nobody has taken over says nothing about a round",
-        *("job_store", "return self._moves.undecided or (", "return ("),
+        *("store_tracker", "return self._failover.undecided or (", "return ("),
         *("majority", "a_store_that_nobody_has_taken_over_says_nothing_about_a_round"),
     ),
     mutant(
@@ -581,12 +581,12 @@ MUTANTS = (
     ),
     mutant(
         "nodes whose end is proven replace nobody",
-        *("job_store", "quorum.is_met(needed, here, view.ended) for", "quorum.is_met(needed, here) for"),
+        *("store_tracker", "quorum.is_met(needed, here, view.ended) for", "quorum.is_met(needed, here) for"),
         *("majority", "a_host_whose_others_have_died_has_not_been_replaced"),
     ),
     mutant(
         "who has given up its standby store serves another one",
-        *("job_store", "        self._standby = 0\n        return [Reconnect()]", "        return [Reconnect()]"),
+        *("store_tracker", "        self._standby = 0\n        return [Reconnect()]", "        return [Reconnect()]"),
         *("majority", "who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_next_one"),
     ),
     mutant(
@@ -1090,12 +1090,12 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer is not sent in vain for ever",
-        *("job_store", "if self._moves.at is not None and self.record is None and event.now", "if False and event.now"),
+        *("store_tracker", "if self._failover.at is not None and self.record is None and event.now", "if False and event.now"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
     ),
     mutant(
         "a moved job yields to one that has begun where it was started",
-        *("job_store", "(why := self._moves.found_at_start(found, self.record, waits, self.now))", "(why := '')"),
+        *("store_tracker", "(why := self._failover.found_at_start(found, self.record, waits, self.now))", "(why := '')"),
         *("succession", "a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started"),
     ),
     mutant(
@@ -1194,7 +1194,7 @@ MUTANTS = (
     ),
     mutant(
         "who has ended its own store serves another one soon",
-        *("job_store", "        return [Reconnect()]  # another", "        return []  # another"),
+        *("store_tracker", "        return [Reconnect()]  # another", "        return []  # another"),
         *("split", "a_node_that_goes_back_serves_another_standby_store"),
     ),
     mutant(
@@ -1219,7 +1219,7 @@ MUTANTS = (
     ),
     mutant(
         "who goes back has ended its own store",
-        *("job_store", "effects = self._end_own_store()\n        self._begin", "effects = []\n        self._begin"),
+        *("store_tracker", "effects = self._end_own_store()\n        self._begin", "effects = []\n        self._begin"),
         *("split", "a_node_that_goes_back_serves_another_standby_store"),
     ),
     mutant(
@@ -1264,7 +1264,11 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer goes where another endpoint sends it",
-        *("job_store", "self._moves.is_sent(sent, event.now)) is not None:", "self._moves.is_sent(None, event.now)) is not None:"),
+        *(
+            "store_tracker",
+            "self._failover.is_sent(sent, event.now)) is not None:",
+            "self._failover.is_sent(None, event.now)) is not None:",
+        ),
         *("succession", "a_newcomer_goes_where_another_endpoint_sends_it"),
     ),
     mutant(
@@ -1293,7 +1297,7 @@ MUTANTS = (
     ),
     mutant(
         "who has read of no round is a newcomer where the store has moved",
-        *("job_store", "and self.record is not None and self.formed:", "and self.record is not None:"),
+        *("store_tracker", "and self.record is not None and self.formed:", "and self.record is not None:"),
         *("sim", "what_once_went_wrong_does_not[82037468]"),
     ),
     mutant(
@@ -1318,7 +1322,7 @@ MUTANTS = (
     ),
     mutant(
         "a member is sent nowhere",
-        *("job_store", "and place is None and not self.formed else None", "and place is None else None"),
+        *("store_tracker", "and place is None and not self.formed else None", "and place is None else None"),
         *("succession", "a_member_is_sent_nowhere"),
     ),
     mutant(
@@ -1404,7 +1408,7 @@ MUTANTS = (
     ),
     mutant(
         "a suspended node has not waited meanwhile",
-        *("job_store", "        self._moves.stood_still(self.now, seconds)\n", ""),
+        *("store_tracker", "        self._failover.stood_still(self.now, seconds)\n", ""),
         *("majority", "nodes_that_were_suspended_together_go_on"),
     ),
     mutant(
@@ -1424,7 +1428,7 @@ MUTANTS = (
     ),
     mutant(
         "a record that is replaced while an owner reads it is no silence",
-        *("job_store", "            if not event.overtaken:\n", "            if True:\n"),
+        *("store_tracker", "            if not event.overtaken:\n", "            if True:\n"),
         *("succession", "a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence"),
     ),
     mutant(
@@ -1439,12 +1443,16 @@ MUTANTS = (
     ),
     mutant(
         "a verdict that the guard of the host has brought ends the job",
-        *("job_store", "if (closed := self._moves.closed(record)) is not None:", "if (closed := None) is not None:"),
+        *("store_tracker", "if (closed := self._failover.closed(record)) is not None:", "if (closed := None) is not None:"),
         *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
     ),
     mutant(
         "who has doubted long enough waits for no answer of the silent host",
-        *("job_store", "            if schedule.under_way:\n                schedule", "            if False:\n                schedule"),
+        *(
+            "store_tracker",
+            "            if schedule.under_way:\n                schedule",
+            "            if False:\n                schedule",
+        ),
         *("majority", "who_begins_to_doubt_waits_for_no_answer_any_more"),
     ),
     mutant(
@@ -1484,7 +1492,11 @@ MUTANTS = (
     ),
     mutant(
         "a member that is sent elsewhere remains a member",
-        *("job_store", "if event.round is not None and event.round.round > 0 and self.record is not None and self.formed:", "if False:"),
+        *(
+            "store_tracker",
+            "if event.round is not None and event.round.round > 0 and self.record is not None and self.formed:",
+            "if False:",
+        ),
         *("succession", "an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is"),
     ),
     mutant(
@@ -1509,12 +1521,12 @@ MUTANTS = (
     ),
     mutant(
         "looks that hang leave time for the store in use",
-        *("job_store", "starved = schedule.asked.look and", "starved = False and"),
+        *("store_tracker", "starved = schedule.asked.look and", "starved = False and"),
         *("split", "looks_that_hang_leave_time_for_the_store_in_use"),
     ),
     mutant(
         "a look says nothing about the store in use",
-        *("job_store", "or (self._link.schedule.under_way and self._link.schedule.asked.look)", "or False"),
+        *("store_tracker", "or (self._link.schedule.under_way and self._link.schedule.asked.look)", "or False"),
         *("majority", "a_look_says_nothing_about_the_store_in_use"),
     ),
     mutant(
@@ -1540,7 +1552,7 @@ MUTANTS = (
     ),
     mutant(
         "who leaves without the store says so in the standby stores",
-        *("job_store", "vote = None if has_left and not (record", "vote = None if not self.hosting and not (False and record"),
+        *("store_tracker", "vote = None if has_left and not (record", "vote = None if not self.hosting and not (False and record"),
         *("succession", "a_member_that_leaves_while_the_host_dies_is_not_waited_for"),
     ),
     mutant(
@@ -1555,7 +1567,7 @@ MUTANTS = (
     ),
     mutant(
         "an empty store in its place shows that a store is gone",
-        *("job_store", "                self._moves.replaced()", "                pass"),
+        *("store_tracker", "                self._failover.replaced()", "                pass"),
         *("majority", "a_host_that_is_started_anew_at_once_joins_the_others"),
     ),
     # Live workers, in simulated histories.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.failover.succession import Moves
+from elastirun.rendezvous.failover.succession import Failover
 from elastirun.rendezvous.wire.actions import Sync
 from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Vote
@@ -63,9 +63,9 @@ def test_a_node_that_goes_back_serves_another_standby_store() -> None:
     assert not world.is_up(ended) and waits.machine.row.standby == waits.session.access.standby_port not in (0, before[waits.id])
 
 
-def waiting_in(place: Place, *, silent: bool = True, gone: str = "") -> Moves:
+def waiting_in(place: Place, *, silent: bool = True, gone: str = "") -> Failover:
     """The node b, which waits in the undecided store of ``place``. ``silent``: the store that it gave up did not answer."""
-    moves = Moves("b", MAJORITY, gone=frozenset(gone))
+    moves = Failover("b", MAJORITY, gone=frozenset(gone))
     if not silent:
         moves.note_minority(True, 0.0)
     moves.search(RECORD, 0.0 if silent else None, {}, 2 * MAJORITY.expire)
@@ -74,7 +74,7 @@ def waiting_in(place: Place, *, silent: bool = True, gone: str = "") -> Moves:
 
 
 def goes_back(
-    moves: Moves, found: RoundRecord | None, place: Place | None = None, standby: int = OF_C.port, came: str = "b", host_seq: int = 6
+    moves: Failover, found: RoundRecord | None, place: Place | None = None, standby: int = OF_C.port, came: str = "b", host_seq: int = 6
 ) -> bool:
     """Return whether the node goes back where ``found`` stands; the row of c there names ``standby``. ``came``: to the store in use."""
     there = {"c": NodeRow("c", "c", "", 0, 2, standby=standby), "h": replace(HOST, seq=host_seq)}
@@ -100,7 +100,7 @@ def test_it_does_not_go_back_to_anything_else(found: RoundRecord | None) -> None
 
 def test_it_goes_back_to_no_store_but_the_last_one_that_was_decided() -> None:
     assert not goes_back(waiting_in(OWN), NEWER, place=PLACES[4])
-    moves = Moves("b", MAJORITY)
+    moves = Failover("b", MAJORITY)
     moves.move(PLACES[4], RECORD, {}, True, 1.0)
     moves.search(RECORD, 1.0, {}, 20.0)
     moves.move(OWN, RECORD, {"h": HOST}, False, 20.0)
@@ -126,7 +126,7 @@ def test_the_row_of_a_host_that_it_had_not_read_there_is_read_twice() -> None:
 
 def test_it_does_not_go_back_to_a_store_of_its_own() -> None:
     """It has ended that one, and serves another."""
-    moves, mine = Moves("b", MAJORITY), replace(RECORD, host="b")
+    moves, mine = Failover("b", MAJORITY), replace(RECORD, host="b")
     own = replace(HOST, id="b")
     moves.move(OWN, mine, {}, True, 1.0)
     moves.search(mine, 1.0, {}, 20.0)

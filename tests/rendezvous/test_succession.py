@@ -10,7 +10,7 @@ import pytest
 
 from elastirun.errors import StoreError, UnreadableMembers
 from elastirun.rendezvous.failover import succession
-from elastirun.rendezvous.failover.succession import Moves
+from elastirun.rendezvous.failover.succession import Failover
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
@@ -333,14 +333,14 @@ def test_a_record_that_is_taken_over_says_that_its_round_is_over(broken: Broken 
 
 
 def test_nobody_follows_before_the_end_of_the_host_is_proven() -> None:
-    moves = Moves("b", PROOF)
+    moves = Failover("b", PROOF)
     assert not moves.should_follow(PLACES[1], answer("a", votes=()), RECORD)
     assert not moves.should_follow(PLACES[1], answer("a", votes=(Vote("c", RECORD, ("d",)),)), RECORD)
     assert moves.should_follow(PLACES[1], answer("a"), RECORD)
 
 
 def test_nobody_follows_into_a_store_whose_owner_is_not_there() -> None:
-    moves = Moves("b", PROOF)
+    moves = Failover("b", PROOF)
     assert not moves.should_follow(PLACES[1], answer("c", "d"), RECORD)
     left = Synced(0.0, 0.0, None, {"a": NodeRow("a", "a", "", 0, 2, status=Status.LEFT)}, votes=(DEAD,))
     assert not moves.should_follow(PLACES[1], left, RECORD)
@@ -348,14 +348,14 @@ def test_nobody_follows_into_a_store_whose_owner_is_not_there() -> None:
 
 def test_a_store_that_was_taken_over_is_followed_at_once() -> None:
     taken = succession.take_over(RECORD, "a", {"h"}, ())
-    assert Moves("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=taken), RECORD)
-    assert not Moves("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=RECORD), RECORD)
-    assert not Moves("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=replace(taken, store_id="other")), RECORD)
+    assert Failover("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=taken), RECORD)
+    assert not Failover("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=RECORD), RECORD)
+    assert not Failover("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=replace(taken, store_id="other")), RECORD)
 
 
 def test_the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain() -> None:
-    assert Moves("a", PROOF).should_follow(PLACES[1], answer(), RECORD)
-    second = Moves("b", PROOF)
+    assert Failover("a", PROOF).should_follow(PLACES[1], answer(), RECORD)
+    second = Failover("b", PROOF)
     assert not second.should_follow(PLACES[2], answer(now=1.0), RECORD)
     second.unanswered(PLACES[1], 1.0)
     second.unanswered(PLACES[1], 3.0)
@@ -370,15 +370,15 @@ def rows(ids: str) -> dict[str, NodeRow]:
     return {i: NodeRow(i, i, "", 0, 2) for i in ids}
 
 
-def undecided(me: str, at: str) -> Moves:
+def undecided(me: str, at: str) -> Failover:
     """A node that waits in the standby store of another, or in its own."""
-    moves = Moves(me, PROOF)
+    moves = Failover(me, PROOF)
     moves.should_follow(PLACES[3], answer(), RECORD)  # it has heard that the host has died
     moves.move(next(p for p in PLACES if p.id == at), RECORD, {}, False, 0.0)
     return moves
 
 
-def come(owner: Moves, ids: str, record: RoundRecord = RECORD) -> None:
+def come(owner: Failover, ids: str, record: RoundRecord = RECORD) -> None:
     """Let the nodes ``ids``, which know ``record``, come to the undecided store of ``owner``. No other run answers at the start."""
     owner.answered(Sync(), answer(votes=tuple(Vote(i, record) for i in ids)), RECORD)
     owner.unanswered(None, 1.0)
@@ -410,10 +410,10 @@ def test_what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspen
 def test_a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence(error: StoreError, clear: bool) -> None:
     """Another run may be forming its rounds there."""
     machine = Machine(PROOF, NodeRow("b", "b", "", 0, 2), 0.0)
-    machine.store.record, machine.store._moves = RECORD, undecided("b", "b")
+    machine.store.record, machine.store._failover = RECORD, undecided("b", "b")
     machine.store._link.schedule.asked = Sync(rows=(), look=True)  # where the job was started
     machine.step(exchanges.failure(error, 0.1))
-    assert machine.store._moves._start_is_clear is clear
+    assert machine.store._failover._start_is_clear is clear
 
 
 def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
@@ -444,7 +444,7 @@ def test_an_owner_in_the_smaller_part_does_not_overrule_another_word() -> None:
 OTHER, WAITS = "of another run", "of this run"  # store ids, in this order
 
 
-def finds(owner: Moves, run: str, *times: float, store_id: str = OTHER, waits: bool = True) -> str:
+def finds(owner: Failover, run: str, *times: float, store_id: str = OTHER, waits: bool = True) -> str:
     """Return what an owner, whose store has ``store_id``, says when it finds the word of ``run`` at each of ``times``."""
     found = RoundRecord("", moved=replace(PLACES[2], run=run)) if run else None
     return [owner.found_at_start(found, replace(RECORD, store_id=store_id), waits, now) for now in times][-1]
@@ -457,22 +457,22 @@ def seconds(start: float, count: float) -> list[float]:
 def test_an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up() -> None:
     """Both have moved, and each writes its word over the other's."""
     grace = PROOF.store_grace
-    assert not finds(Moves("a", PROOF), WAITS, *seconds(1, grace - 1))
-    assert "has moved, to 10.0.0.3" in finds(Moves("a", PROOF), WAITS, *seconds(1, grace))
+    assert not finds(Failover("a", PROOF), WAITS, *seconds(1, grace - 1))
+    assert "has moved, to 10.0.0.3" in finds(Failover("a", PROOF), WAITS, *seconds(1, grace))
     for own in ("", OTHER):
-        assert not finds(Moves("a", PROOF), own, *seconds(1, 3 * grace)), "another owner of this job will end, or follow"
-    assert not finds(Moves("a", PROOF), WAITS, *seconds(1, 3 * grace), waits=False), "it goes on with the nodes that it has"
+        assert not finds(Failover("a", PROOF), own, *seconds(1, 3 * grace)), "another owner of this job will end, or follow"
+    assert not finds(Failover("a", PROOF), WAITS, *seconds(1, 3 * grace), waits=False), "it goes on with the nodes that it has"
 
 
 def test_of_two_runs_that_wait_one_waits_for_twice_as_long() -> None:
     grace = PROOF.store_grace
-    assert not finds(Moves("a", PROOF), OTHER, *seconds(1, 2 * grace - 1), store_id=WAITS)
-    assert finds(Moves("a", PROOF), OTHER, *seconds(1, 2 * grace), store_id=WAITS)
+    assert not finds(Failover("a", PROOF), OTHER, *seconds(1, 2 * grace - 1), store_id=WAITS)
+    assert finds(Failover("a", PROOF), OTHER, *seconds(1, 2 * grace), store_id=WAITS)
 
 
 def test_words_of_another_run_count_while_they_come_again_and_again() -> None:
     grace = PROOF.store_grace
-    cases: list[tuple[float, Callable[[Moves], object]]] = [
+    cases: list[tuple[float, Callable[[Failover], object]]] = [
         (53.0, lambda owner: finds(owner, WAITS, 52.0, waits=False)),
         (53.0, lambda owner: finds(owner, "a third one", 52.0)),
         (53.0, lambda owner: owner.stood_still(52.0, 1.0)),
@@ -480,7 +480,7 @@ def test_words_of_another_run_count_while_they_come_again_and_again() -> None:
         (57.0, lambda owner: None),  # a gap
     ]
     for later, between in cases:
-        owner = Moves("a", PROOF)
+        owner = Failover("a", PROOF)
         finds(owner, WAITS, *seconds(1, 50))
         between(owner)
         assert not finds(owner, WAITS, *seconds(later, grace - 1))
@@ -515,22 +515,26 @@ def test_who_has_left_a_store_does_not_wait_for_it() -> None:
     """Nobody looks there any more, so it would never be found silent."""
     renewed = replace(RECORD, members=(*MEMBERS[:1], replace(MEMBERS[1], standby=2001), *MEMBERS[2:]))
     for record, follows in ((RECORD, True), (renewed, False)):  # the next store of that node is another one
-        moves = Moves("d", PROOF, _left=frozenset({PLACES[1].name}))
+        moves = Failover("d", PROOF, _left=frozenset({PLACES[1].name}))
         assert moves.should_follow(PLACES[4], answer("d", votes=(Vote("h", record, ("h", "b", "c")),)), record) is follows
 
 
 def test_who_says_that_a_host_has_died_knows_the_record_that_it_knew() -> None:
     newer = replace(RECORD, version=9, round=4)
-    moves = Moves("b", PROOF)
+    moves = Failover("b", PROOF)
     moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
     moves.move(PLACES[1], RECORD, {}, False, 0.0)
     assert moves.votes == (Vote("h", newer, ("h",)), Vote("b", newer, ("h",)))
 
 
 def test_the_guard_of_a_host_tells_what_it_knew() -> None:
-    assert Moves("h", PROOF).notice(RECORD) == DEAD
-    assert Moves("a", PROOF).notice(RECORD) == Vote("a", RECORD, ("a",)), "the store may be gone, too"
-    assert Moves("x", PROOF).notice(RECORD) is None and Moves("h", OFF).notice(RECORD) is None and Moves("h", PROOF).notice(None) is None
+    assert Failover("h", PROOF).notice(RECORD) == DEAD
+    assert Failover("a", PROOF).notice(RECORD) == Vote("a", RECORD, ("a",)), "the store may be gone, too"
+    assert (
+        Failover("x", PROOF).notice(RECORD) is None
+        and Failover("h", OFF).notice(RECORD) is None
+        and Failover("h", PROOF).notice(None) is None
+    )
     owner = undecided("b", "b")
     assert owner.notice(RECORD) == Vote("b", RECORD, ("b", "h")) and undecided("c", "b").notice(RECORD) == Vote("c", RECORD, ("c", "h"))
 
@@ -538,14 +542,14 @@ def test_the_guard_of_a_host_tells_what_it_knew() -> None:
 def test_a_vote_names_only_nodes_that_its_record_names() -> None:
     """A guard keeps its vote in a pipe, which would be full after some hundred nodes that have come and gone."""
     earlier = replace(RECORD, quorums=(Quorum(("h", "x"), "h"), *RECORD.quorums))
-    moves = Moves("b", PROOF, gone=frozenset({"a", "x", *(f"gone-{i}" for i in range(1000))}))
+    moves = Failover("b", PROOF, gone=frozenset({"a", "x", *(f"gone-{i}" for i in range(1000))}))
     assert moves.notice(RECORD) == Vote("b", RECORD, ("a", "b")) and moves.notice(earlier) == Vote("b", earlier, ("a", "b", "x"))
     moves.move(PLACES[1], earlier, {}, False, 0.0)
     assert moves.votes == (Vote("b", earlier, ("a", "x")),)
 
 
 def test_votes_about_another_run_are_not_heard() -> None:
-    moves = Moves("b", PROOF)
+    moves = Failover("b", PROOF)
     other = Vote("h", replace(RECORD, store_id="another"), ("h", "b"))
     assert not moves.should_follow(PLACES[1], answer("a", votes=(other,)), RECORD) and not moves.gone
 
@@ -568,9 +572,9 @@ NEXT = (MEMBERS[0], *(Member(i, i, "", 0, 2, standby=1) for i in "efa"))
 NEWER = replace(RECORD, version=9, round=4, members=NEXT, quorums=(*RECORD.quorums, Quorum(tuple("hefa"), "h")))
 
 
-def heard(*votes: Vote) -> Moves:
+def heard(*votes: Vote) -> Failover:
     """The owner of its undecided store, which has read these votes there."""
-    owner = Moves("a", PROOF)
+    owner = Failover("a", PROOF)
     owner.should_follow(PLACES[3], answer(votes=votes), RECORD)
     owner.move(PLACES[1], RECORD, {}, False, 0.0)
     owner.unanswered(None, 1.0)
@@ -747,7 +751,7 @@ def test_a_newcomer_goes_where_another_endpoint_sends_it() -> None:
     asked = machine.step(SyncFailed(0.1, "refused", moved=PLACES[1]))
     assert machine.store.place == PLACES[1] and [action.at for action in asked if isinstance(action, Sync)] == [PLACES[1]]
     assert any(isinstance(action, Say) and "has moved to" in action.text for action in asked)
-    machine.store._moves.turn_back(10.0)
+    machine.store._failover.turn_back(10.0)
     machine.step(Tick(1.0))
     machine.step(SyncFailed(1.1, "refused", moved=PLACES[1]))
     assert machine.store.place is None, "nobody has answered there"
@@ -910,4 +914,4 @@ def test_an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is() ->
     for machine in (newcomer, member):
         machine.step(Synced(1.1, 1.0, replace(told, settings=PROOF.settings), {}))
         assert machine.store.place == PLACES[1]
-    assert newcomer.record is None and member.record and member.record.broken and not member.store._moves.undecided
+    assert newcomer.record is None and member.record and member.record.broken and not member.store._failover.undecided

@@ -44,7 +44,7 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
         if other.alive and other.id in counted and is_there(node.machine.store.rows.get(other.id)):
             here = other.machine.store.place == place or place.name in other.given_up
             must(here, f"{node.id} counts {other.id}, which is in another store")
-    moves = node.machine.store._moves
+    moves = node.machine.store._failover
     assert moves._known is not None and place is not None
     for i in counted & moves._here(node.machine.store.rows, moves._known):
         once = world.counted.get(key := f"{new.store_id} {moves._known.term} {i}", place)
@@ -121,7 +121,7 @@ def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
 
 def _nobody_waits_for_ever(world: World) -> None:
     for node in world.nodes:
-        since = node.machine.store._moves.undecided_since
+        since = node.machine.store._failover.undecided_since
         leaves = node.machine.state in (DRAINING, LEFT)
         if node.alive and not node.frozen and not node.stalled and since is not None and not leaves:
             waited = node.now - since

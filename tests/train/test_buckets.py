@@ -16,7 +16,7 @@ from elastirun.train.reduction.buckets.plan import (
     MIB,
     Buckets,
     Gradient,
-    Link,
+    LinkSpeed,
     by_size,
     decode,
     encode,
@@ -43,7 +43,7 @@ def shuffled(chance: random.Random, count: int) -> list[int]:
     return chance.sample(range(count), count)
 
 
-def finish(gradients: Sequence[Gradient], buckets: Buckets, ready: Sequence[float], link: Link) -> float:
+def finish(gradients: Sequence[Gradient], buckets: Buckets, ready: Sequence[float], link: LinkSpeed) -> float:
     """When the last of ``buckets`` is reduced, in seconds since the backward began: what ``planned`` makes small."""
     free = 0.0
     for bucket in buckets:
@@ -93,7 +93,7 @@ def test_the_control_words_find_a_float32_bucket_at_the_end() -> None:
     assert words_last(found, ((0,), (1,), (2,))) == ((1,), (2,), (0,))
     assert words_last(found, ((1,), (2,))) == ((1,), (2,))
     assert by_size(found, [0, 1, 2])[-1] == (0,)
-    assert planned(found, [0, 1, 2], [0.1, 0.2, 0.3], Link(1e-3, 1e-9))[-1] == (0,)
+    assert planned(found, [0, 1, 2], [0.1, 0.2, 0.3], LinkSpeed(1e-3, 1e-9))[-1] == (0,)
 
 
 # -- planned ----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def cuts(order: Sequence[int]) -> Iterator[Buckets]:
             yield tuple(tuple(order[a:b]) for a, b in zip(edges, edges[1:], strict=False))
 
 
-def instance(chance: random.Random, count: int) -> tuple[list[Gradient], list[int], list[float], Link]:
+def instance(chance: random.Random, count: int) -> tuple[list[Gradient], list[int], list[float], LinkSpeed]:
     """Gradients, the order and the moments in which they come, and a link that carries them in about that time."""
     found = gradients(*(chance.choice((1, 300, 1_000_000, chance.randint(1, 5_000_000))) for _ in range(count)))
     order, ready, now = shuffled(chance, count), [0.0] * count, 0.0
@@ -115,10 +115,10 @@ def instance(chance: random.Random, count: int) -> tuple[list[Gradient], list[in
         now += chance.choice((0.0, 1e-5, chance.uniform(0, 0.02)))
         ready[index] = now
     per_byte = chance.uniform(0.1, 2) * max(now, 1e-3) / sum_bytes(found, order)
-    return found, order, ready, Link(chance.choice((0.0, 1e-4, chance.uniform(0, 0.01))), per_byte)
+    return found, order, ready, LinkSpeed(chance.choice((0.0, 1e-4, chance.uniform(0, 0.01))), per_byte)
 
 
-def slack(found: Sequence[Gradient], order: Sequence[int], ready: Sequence[float], link: Link) -> float:
+def slack(found: Sequence[Gradient], order: Sequence[int], ready: Sequence[float], link: LinkSpeed) -> float:
     """How much a plan may be behind the best: one of equal ends has fewer buckets, and the model is cut into 256 blocks at most."""
     return 0.01 * link.latency * len(order) + (sum_bytes(found, order) * link.per_byte + max(ready)) / 256 + 1e-9
 
@@ -150,28 +150,28 @@ def test_every_gradient_is_in_one_bucket_of_its_type(seed: int) -> None:
     order = shuffled(chance, len(found))
     ready = [chance.random() for _ in found]
     unsure = set(chance.sample(order, chance.randint(0, len(order))))
-    plan = planned(found, sorted(order, key=lambda index: ready[index]), ready, Link(1e-3, 1e-8), unsure)
+    plan = planned(found, sorted(order, key=lambda index: ready[index]), ready, LinkSpeed(1e-3, 1e-8), unsure)
     assert is_partition(plan, found)
     assert all(set(bucket) <= unsure or not set(bucket) & unsure for bucket in plan)
 
 
 def test_gradients_that_do_not_always_come_go_last() -> None:
     found, order, ready = gradients(10, 10, 10, 10), [0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4]
-    plan = planned(found, order, ready, Link(1e-6, 1e-9), {0, 2})
+    plan = planned(found, order, ready, LinkSpeed(1e-6, 1e-9), {0, 2})
     assert [index for bucket in plan for index in bucket] == [1, 3, 0, 2]
 
 
 def test_on_a_link_of_great_latency_all_travel_together_and_on_one_of_none_nobody_waits() -> None:
     found, order, ready = gradients(*[250_000] * 8), list(range(8)), [0.01 * at for at in range(1, 9)]
-    assert len(planned(found, order, ready, Link(1.0, 1e-9))) == 1
-    assert len(planned(found, order, ready, Link(0.0, 1e-8))) == 8
+    assert len(planned(found, order, ready, LinkSpeed(1.0, 1e-9))) == 1
+    assert len(planned(found, order, ready, LinkSpeed(0.0, 1e-8))) == 8
 
 
 # -- the link ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_link_is_found_again_from_what_it_costs() -> None:
-    link = Link(0.0004, 1.1e-9)
+    link = LinkSpeed(0.0004, 1.1e-9)
     found = fit([(nbytes, link.seconds(nbytes)) for nbytes in (65536, 4 * MIB, 32 * MIB)])
     assert found.latency == pytest.approx(link.latency) and found.per_byte == pytest.approx(link.per_byte)
 
@@ -197,6 +197,6 @@ def test_what_a_bucket_costs_the_host_is_weighed() -> None:
     """2,000 small gradients in 30 ms: were launching free, dozens of buckets would end earliest. Over a fast link a few do in any case."""
     small = [Gradient(1024, torch.float32, torch.device("cpu"))] * 2000
     ready = [index * 15e-6 for index in range(2000)]
-    free, dear, fast = Link(30e-6, 3.5e-9), Link(30e-6, 3.5e-9, host=5e-4), Link(30e-6, 1e-10)
+    free, dear, fast = LinkSpeed(30e-6, 3.5e-9), LinkSpeed(30e-6, 3.5e-9, host=5e-4), LinkSpeed(30e-6, 1e-10)
     many, few, least = (len(planned(small, range(2000), ready, link)) for link in (free, dear, fast))
     assert many > 2 * few and least <= 3

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.train import Checkpointer, DistributedDataParallel, PerRank, TrainState, load_checkpoint
-from elastirun.train.checkpoints import waiting
+from elastirun.train.checkpoints import missing_ranks as waiting
 from elastirun.train.checkpoints.publishing import Publisher
 from elastirun.train.groups import connections as group_connections
 from tests.support.worlds import Died, run

@@ -15,7 +15,7 @@ from elastirun.checkpoint.tensors import Box, common, overlapping, volume, withi
 from elastirun.train import TrainError
 from elastirun.train.state import layout
 from elastirun.train.state.layout import FILE, PAGE, Piece, Plan, decode, encode, image_files, pieces, plan, signature
-from elastirun.train.state.shells import ALIGNMENT, shell
+from elastirun.train.state.torch_zip import ALIGNMENT, shell
 from elastirun.train.state.tree import Flat, flatten
 from elastirun.train.state.values import DTYPES
 

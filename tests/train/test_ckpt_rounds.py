@@ -24,12 +24,13 @@ from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up
 from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer, PerRank
-from elastirun.train.checkpoints import checkpointer, opened, publishing, restoring, staging
+from elastirun.train.checkpoints import checkpointer, publishing, restoring, staging
+from elastirun.train.checkpoints import resources as opened
 from elastirun.train.checkpoints.memory import Memory, Part, SaveId, describe, together
-from elastirun.train.checkpoints.opened import Opened
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
 from elastirun.train.checkpoints.reading import tensors_in
+from elastirun.train.checkpoints.resources import CheckpointResources
 from elastirun.train.checkpoints.staging import TENSORS
 from tests.agent.test_checkpoint_memory import Agent
 from tests.checkpoint.saves import image_for, stage, yes
@@ -413,7 +414,7 @@ def used() -> tuple[set[int], list[str], set[str]]:
     return children(os.getpid()), mine, {thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")}
 
 
-def save_and_forget(path: Path, step: int) -> Opened:
+def save_and_forget(path: Path, step: int) -> CheckpointResources:
     made = Checkpointer(path)
     made.save(step, {"x": torch.full((1000,), float(step))})
     return made._opened

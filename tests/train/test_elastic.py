@@ -36,10 +36,10 @@ from elastirun.train import (
 )
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups, rank_prefix
-from elastirun.train.groups.connections import _sockets, connections
+from elastirun.train.groups.connections import _sockets, live_sockets
 from elastirun.train.live.live_round import LiveRound
-from elastirun.train.live.position import Position, Rehearsal
 from elastirun.train.live.state_copy import StateKept, copy_state
+from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange
 from elastirun.train.reduction.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.worker.live_messages import VARIABLE
@@ -202,12 +202,12 @@ def cut(rank: int, world: int) -> str:
     """Rank 1 never comes to the reduction; rank 0 is cut off in a thread."""
     group = dist.group.WORLD
     assert group is not None
-    connections.begin()
+    live_sockets.begin()
     own = dist.new_group([0, 1])
-    connections.end()
+    live_sockets.end()
     dist.barrier()
     if rank == 0:
-        waits = threading.Timer(0.05, connections.cut)
+        waits = threading.Timer(0.05, live_sockets.cut)
         waits.start()
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(1), group=own)
@@ -222,9 +222,9 @@ def test_a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on() -> N
 
 def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool, bool]:
     """Rank 1 never comes to the last reduction; rank 0 is interrupted in a thread, and drops the step."""
-    connections.begin()
+    live_sockets.begin()
     state, model = made(0, transport=transport)
-    connections.end()
+    live_sockets.end()
     model.drop_failed_steps()
     state["data"].set_world(0, 1)
     batch = next(iter(state["data"]))
@@ -234,7 +234,7 @@ def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool
     if rank == 0:
 
         def stop() -> None:
-            connections.cut()
+            live_sockets.cut()
             model.interrupt("a test")
 
         waits = threading.Timer(0.05, stop)
@@ -273,10 +273,10 @@ class Masked(nn.Module):
 
 def interrupted_in_the_forward(rank: int, world: int) -> tuple[bool, bool]:
     """Rank 0 never comes to the copy of the buffers; rank 1 is interrupted in a thread, and drops a step of two micro-batches."""
-    connections.begin()
+    live_sockets.begin()
     torch.manual_seed(0)
     model = DistributedDataParallel(Masked())
-    connections.end()
+    live_sockets.end()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.drop_failed_steps()
     inputs, changed = torch.ones(1, 4), False
@@ -285,7 +285,7 @@ def interrupted_in_the_forward(rank: int, world: int) -> tuple[bool, bool]:
             break
         before = [p.detach().clone() for p in model.parameters()]
         if at == 1:
-            waits = threading.Timer(0.05, connections.cut)
+            waits = threading.Timer(0.05, live_sockets.cut)
             waits.start()
         optimizer.zero_grad()
         with model.no_sync():
@@ -319,15 +319,15 @@ def left(rank: int, world: int) -> bool:
     """Rank 0 leaves its group after a reduction that was cut off."""
     gc.disable()
     before = len(_sockets())
-    connections.begin()
+    live_sockets.begin()
     state, model = made(0, transport="group")
-    connections.end()
+    live_sockets.end()
     model.drop_failed_steps()
     state["data"].set_world(0, 1)
     batch = next(iter(state["data"]))
     dist.barrier()
     if rank == 0:
-        waits = threading.Timer(0.05, connections.cut)
+        waits = threading.Timer(0.05, live_sockets.cut)
         waits.start()
         step(state, model, batch)
         waits.join()
@@ -540,7 +540,7 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     model.request(ADMIT)
     store = dist.HashStore()  # type: ignore[attr-defined]
     live = SimpleNamespace(rank=0, size=1, whole=False, world=World(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None)
-    connections.begin()
+    live_sockets.begin()
     training._make_world(live)  # type: ignore[arg-type]
     step(state, model, next(iter(state["data"])))
     return sorted(model.agreement.requests), model.failed
@@ -642,7 +642,7 @@ def test_connections_of_a_group_are_not_waited_for_as_long_as_for_a_collective()
 
 def positions(rank: int, world: int) -> list[bool]:
     state, model = made(0)
-    before = Position(state, state["data"])
+    before = StepSnapshot(state, state["data"])
     batches = iter(state["data"])
     with model.no_sync():
         for at in range(3):
@@ -745,7 +745,7 @@ def test_learning_rates_that_are_tensors_and_schedulers_in_a_list_are_brought_ba
     rate = torch.tensor(1.0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
     loader, warmup = ElasticDataLoader(Numbers(), global_batch_size=BATCH), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    position = Position(TrainState(nn.Linear(1, 1), optimizer, data=loader, schedulers=[warmup]), loader)
+    position = StepSnapshot(TrainState(nn.Linear(1, 1), optimizer, data=loader, schedulers=[warmup]), loader)
     optimizer.step()
     warmup.step()
     position.restore()
@@ -756,13 +756,13 @@ def test_every_scheduler_is_brought_back_and_other_parts_are_known_to_have_chang
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)
     state = TrainState(nn.Linear(1, 1), optimizer, data=loader, warmup=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    position = Position(state, loader)
+    position = StepSnapshot(state, loader)
     optimizer.step()
     state["warmup"].step()
     position.restore()
     assert (state["warmup"].last_epoch, optimizer.param_groups[0]["lr"], position.others) == (0, 1.0, [])
     state["average"] = nn.Linear(1, 1)
-    assert Position(state, loader).others == ["average"]
+    assert StepSnapshot(state, loader).others == ["average"]
 
 
 class Caching(nn.Module):
@@ -809,7 +809,7 @@ def settling(rank: int, histories: list[tuple[int, ...]]) -> elastic.Elastic:
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._loader = state, model, state["data"]
     training._make_checkpoints, training._checkpoints, training._on_change = None, None, lambda rank, world: None
-    training._before = Position(state, state["data"])
+    training._before = StepSnapshot(state, state["data"])
     training._round, (training._settled, state.step, *tried) = 9, histories[rank]
     training._tried = sum(tried)
     with torch.no_grad():
@@ -886,7 +886,7 @@ def late() -> tuple[elastic.Elastic, list[str]]:
     training._model = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
     training._before = SimpleNamespace(take=lambda: done.append("notes"), restore=lambda: done.append("restores"), others=[])  # type: ignore[assignment]
     training.state = SimpleNamespace(update=lambda parts: None)  # type: ignore[assignment]
-    connections.begin()
+    live_sockets.begin()
     training._be_late()
     training._connection, training._live = SimpleNamespace(), SimpleNamespace()  # type: ignore[assignment]
     training._enter_next = lambda: done.append(f"enters, saves: {training._saves}")  # type: ignore[method-assign]
@@ -895,13 +895,13 @@ def late() -> tuple[elastic.Elastic, list[str]]:
 
 def test_what_comes_until_the_next_batch_does_not_count_for_one_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     cut: list[bool] = []
-    monkeypatch.setattr(connections, "cut", lambda: cut.append(True))
+    monkeypatch.setattr(live_sockets, "cut", lambda: cut.append(True))
     training, done = late()
     assert (training._late is not None, training._worlds, cut, done) == (True, 1, [True], ["notes", "interrupted"])
     training._catch_up()
     training._catch_up()
     assert done[2:] == ["restores", "enters, saves: False"] and not training._late
-    connections.forget()
+    live_sockets.forget()
 
 
 def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time() -> None:
@@ -924,7 +924,7 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     assert published == [True] and training._late and done[2:] == ["restores", "enters, saves: True"]
     training.save()
     assert published == [True, True] and (training._late, training._saves, training._saves_done) == (None, False, 2)
-    connections.forget()
+    live_sockets.forget()
 
 
 def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -956,5 +956,5 @@ def test_a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_
     training._begin_rehearsal = lambda connection: done.append("rehearses")  # type: ignore[method-assign]
     training._join = lambda live, world: done.append("joins")  # type: ignore[method-assign]
     training._enter_round(SimpleNamespace(asked=False))  # type: ignore[arg-type]
-    connections.forget()
+    live_sockets.forget()
     assert done == [does]

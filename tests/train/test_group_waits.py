@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from elastirun.train.errors import TrainError
 from elastirun.train.groups import waits as group_waits
-from elastirun.train.groups.connections import GroupConnections, connections
+from elastirun.train.groups.connections import GroupConnections, live_sockets
 from elastirun.train.groups.process_groups import end_beside
 from elastirun.train.groups.waits import confirm, finish, finish_message
 from tests.support.worlds import Died, run
@@ -39,7 +39,7 @@ def lose(pid: int) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
-    connections.cut()
+    live_sockets.cut()
 
 
 def transfer(rank: int, world: int, what: str) -> tuple[str, float]:
@@ -47,9 +47,9 @@ def transfer(rank: int, world: int, what: str) -> tuple[str, float]:
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     victim = int(pids[1])
-    connections.begin()
+    live_sockets.begin()
     group = dist.new_group([0, 1], timeout=TIMEOUT)
-    connections.end()
+    live_sockets.end()
     source = 0 if what.startswith("sends") else 1
     box = torch.full((LARGE,), float(rank == source))
     if rank != source:
@@ -144,12 +144,12 @@ def cut_after_its_own(rank: int, world: int, cut: bool) -> str:
     kernel = Kernel()
     group_waits.torch.cuda.Event = lambda: kernel  # type: ignore[attr-defined,misc,assignment]
     group_waits.torch.cuda.current_stream = lambda device: None  # type: ignore[attr-defined,assignment]
-    connections.begin()
+    live_sockets.begin()
     group = dist.new_group([0, 1])
-    connections.end()
+    live_sockets.end()
     dist.barrier()  # both have connected
     if cut and rank == 1:
-        connections.cut()
+        live_sockets.cut()
     try:
         confirm(group, torch.device("cuda"))
         return "confirmed"

@@ -23,10 +23,10 @@ from elastirun.errors import CheckpointError
 from elastirun.train import DistributedDataParallel, ReductionFailed, TrainError, elastic
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups
-from elastirun.train.groups.connections import connections
+from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import end_beside, init_default_group, leave_groups
-from elastirun.train.live.position import Rehearsal
 from elastirun.train.live.state_copy import StateKept
+from elastirun.train.live.step_snapshot import Rehearsal
 from elastirun.train.reduction.control_words import ADMIT
 from elastirun.worker.live_worlds import World
 from tests.support.cluster import free_port
@@ -591,7 +591,7 @@ def test_what_a_dropped_step_has_changed_beside_the_model_is_warned_of(
     training, _ = live()
     state, model = training.state, training._model
     averaged, state["seen"], state["same"] = average(state), 0, [torch.zeros(1), nn.Linear(1, 1)]
-    training._before = elastic.Position(state, training._loader)
+    training._before = elastic.StepSnapshot(state, training._loader)
     for at, batch in enumerate(training.batches()):
         if at == 2:
             lose_a_peer(training)
@@ -620,13 +620,13 @@ def test_what_a_late_rank_changes_until_it_has_caught_up_is_not_kept(live: Make)
     """All others may be lost just then."""
     training, _ = live()
     averaged = average(training.state)
-    training._before = elastic.Position(training.state, training._loader)
-    connections.begin()
+    training._before = elastic.StepSnapshot(training.state, training._loader)
+    live_sockets.begin()
     training._be_late()
     averaged.update_parameters(nn.Linear(4, 2))
     training._enter_next = lambda: None  # type: ignore[method-assign]
     training._catch_up()
-    connections.forget()
+    live_sockets.forget()
     assert averaged.n_averaged.item() == 0
 
 
@@ -691,7 +691,7 @@ def test_what_the_checkpoints_of_a_later_world_wait_for_is_cut(live: Make, monke
     def begin(restores: bool) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as waits:
             with server.accept()[0]:
-                connections.cut()
+                live_sockets.cut()
                 waits.setblocking(False)
                 with suppress(BlockingIOError):
                     heard.append(waits.recv(1))
@@ -700,7 +700,7 @@ def test_what_the_checkpoints_of_a_later_world_wait_for_is_cut(live: Make, monke
     try:
         training._begin_world(SimpleNamespace(begin=lambda world: None, rank=0, size=2))  # type: ignore[arg-type]
     finally:
-        connections.forget()
+        live_sockets.forget()
     assert heard == [b""]
 
 
@@ -708,15 +708,15 @@ def waits(rank: int, world: int, comes: bool) -> tuple[float, float]:
     """Make the group of the checkpoints. Rank 1 comes, or it does not, and the connections of rank 0 are cut meanwhile."""
     default = dist.group.WORLD
     assert default is not None
-    connections.begin()
+    live_sockets.begin()
     group = process_groups.make_own_group(default, torch.device("cpu"))  # its connections can be cut
-    connections.end()
+    live_sockets.end()
     begun, limit = time.monotonic(), 0.0
     with process_groups.connects_within(timedelta(seconds=PATIENCE)):
         if comes:
             limit = process_groups.make_gloo_group(group)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         elif rank == 0:
-            cuts = threading.Timer(0.1, connections.cut)
+            cuts = threading.Timer(0.1, live_sockets.cut)
             cuts.start()
             with pytest.raises(RuntimeError):
                 process_groups.make_gloo_group(group)

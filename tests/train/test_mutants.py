@@ -35,7 +35,7 @@ NEXT = "the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer"
 MUTANTS = (
     mutant(
         "what the checkpoints of a later world wait for is cut",
-        *("elastic", "        connections.begin()  #", "        return self._begin(restores=False)  #"),
+        *("elastic", "        live_sockets.begin()  #", "        return self._begin(restores=False)  #"),
         *("live_loop", "what_the_checkpoints_of_a_later_world_wait_for_is_cut"),
     ),
     mutant(
@@ -435,7 +435,7 @@ MUTANTS = (
     ),
     mutant(
         "what a rehearsal has changed beside the model is brought back",
-        *("live/position", "        self._others.put_back(self._state)\n", ""),
+        *("live/step_snapshot", "        self._others.put_back(self._state)\n", ""),
         *("live_loop", "what_a_rehearsal_has_changed_beside_the_model_is_brought_back_for_a_run_that_begins"),
     ),
     mutant(
@@ -470,7 +470,7 @@ MUTANTS = (
     ),
     mutant(
         "the collectives of one who is late fail",
-        *("elastic", "are not cut\n        connections.cut()\n", "are not cut\n"),
+        *("elastic", "are not cut\n        live_sockets.cut()\n", "are not cut\n"),
         *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
     ),
     mutant(
@@ -564,12 +564,12 @@ MUTANTS = (
     ),
     mutant(
         "a buffer that has grown in a rehearsal stays",
-        *("live/position", "if before is not None and before.shape == tensor.shape:", "if before is not None:"),
+        *("live/step_snapshot", "if before is not None and before.shape == tensor.shape:", "if before is not None:"),
         *("elastic", "a_rehearsal_that_makes_buffers_is_undone_but_for_these"),
     ),
     mutant(
         "schedulers of any name are brought back",
-        *("live/position", 'name == "scheduler" or isinstance(part, LRScheduler)', 'name == "scheduler"'),
+        *("live/step_snapshot", 'name == "scheduler" or isinstance(part, LRScheduler)', 'name == "scheduler"'),
         *("elastic", "every_scheduler_is_brought_back_and_other_parts_are_known_to_have_changed"),
     ),
     mutant(
@@ -668,7 +668,7 @@ MUTANTS = (
     ),
     mutant(
         "a copy of a live model is no live one",
-        *("ddp/copies", '    "_drops_failed_steps",\n', ""),
+        *("ddp/deepcopy_support", '    "_drops_failed_steps",\n', ""),
         *("elastic", "a_copy_of_a_live_model_can_be_used"),
     ),
     mutant(
@@ -737,7 +737,7 @@ MUTANTS = (
     ),
     mutant(
         "a dropped step does not move the loader",
-        *("live/position", "        self._loader.load_state_dict(self._data)\n", ""),
+        *("live/step_snapshot", "        self._loader.load_state_dict(self._data)\n", ""),
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(
@@ -777,12 +777,12 @@ MUTANTS = (
     ),
     mutant(
         "a learning rate that is a tensor is brought back",
-        *("live/position", "value.clone() if isinstance(value, torch.Tensor) else value", "value"),
+        *("live/step_snapshot", "value.clone() if isinstance(value, torch.Tensor) else value", "value"),
         *("elastic", "learning_rates_that_are_tensors_and_schedulers_in_a_list_are_brought_back"),
     ),
     mutant(
         "a scheduler in a list is brought back",
-        *("live/position", "for part in _leaves(value) if hasattr", "for part in [value] if hasattr"),
+        *("live/step_snapshot", "for part in _leaves(value) if hasattr", "for part in [value] if hasattr"),
         *("elastic", "learning_rates_that_are_tensors_and_schedulers_in_a_list_are_brought_back"),
     ),
     mutant(
@@ -802,7 +802,7 @@ MUTANTS = (
     ),
     mutant(
         "a dropped step does not move the learning rate",
-        *("live/position", "                    group[name] = value\n", "                    pass\n"),
+        *("live/step_snapshot", "                    group[name] = value\n", "                    pass\n"),
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(
@@ -837,17 +837,17 @@ MUTANTS = (
     ),
     mutant(
         "the host waits for a GPU in a live job",
-        *("groups/waits", 'if device.type == "cuda" and connections.made:', "if False:"),
+        *("groups/waits", 'if device.type == "cuda" and live_sockets.made:', "if False:"),
         *("group_waits", "a_reduction_on_a_gpu_that_ends_by_an_abort_has_failed[before it ends]"),
     ),
     mutant(
         "nobody waits for a GPU in other jobs",
-        *("groups/waits", 'if device.type == "cuda" and connections.made:', 'if device.type == "cuda":'),
+        *("groups/waits", 'if device.type == "cuda" and live_sockets.made:', 'if device.type == "cuda":'),
         *("group_waits", "the_host_waits_for_a_reduction_on_a_gpu_in_a_live_job_only"),
     ),
     mutant(
         "what ends when the connections are cut has failed",
-        *("groups/waits", "    if connections.is_cut:  # read after", "    if False:  # read after"),
+        *("groups/waits", "    if live_sockets.is_cut:  # read after", "    if False:  # read after"),
         *("group_waits", "a_reduction_on_a_gpu_that_ends_by_an_abort_has_failed[when it ends]"),
     ),
     mutant(
@@ -924,7 +924,7 @@ MUTANTS = (
     ),
     mutant(
         "a copy reduces its gradients",
-        *("ddp/copies", "            ddp._reducer.backward_starts()\n", "            pass\n"),
+        *("ddp/deepcopy_support", "            ddp._reducer.backward_starts()\n", "            pass\n"),
         *("in_place", "the_same_as_with_torchs_class[copied-2]"),
     ),
     mutant(
@@ -1102,7 +1102,7 @@ MUTANTS = (
     ),
     mutant(
         "overlap under recomputation",
-        *("reduction/watch", "max(fired, 1 if expected == UNKNOWN else expected)", "UNKNOWN"),
+        *("reduction/grad_hooks", "max(fired, 1 if expected == UNKNOWN else expected)", "UNKNOWN"),
         *("plans", "overlap_is_kept_under_reentrant_recomputation"),
     ),
     mutant(
@@ -1122,7 +1122,7 @@ MUTANTS = (
     ),
     mutant(
         "on CPUs hooks run one by one, at the end",
-        *("reduction/extensions", 'return self._hook is not None and self._device.type == "cpu"', "return False"),
+        *("reduction/user_hooks", 'return self._hook is not None and self._device.type == "cpu"', "return False"),
         *("order", "collectives_of_the_model_in_its_backward_are_not_in_the_way[powersgd-group]"),
     ),
     mutant(
@@ -1190,7 +1190,7 @@ MUTANTS = (
     ),
     mutant(
         "a forward counts until the next reduction",
-        *("reduction/watch", "        self.announced = False\n        self._found.clear()", "        self._found.clear()"),
+        *("reduction/grad_hooks", "        self.announced = False\n        self._found.clear()", "        self._found.clear()"),
         *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
     ),
     mutant(
@@ -1200,7 +1200,7 @@ MUTANTS = (
     ),
     mutant(
         "a backward from hidden outputs begins at any parameter",
-        *("reduction/watch", "or self.surprised or self.begins_anywhere", "or self.surprised"),
+        *("reduction/grad_hooks", "or self.surprised or self.begins_anywhere", "or self.surprised"),
         *("ways", "outputs_that_nobody_can_look_into[group]"),
     ),
     mutant(
@@ -1265,7 +1265,7 @@ MUTANTS = (
     ),
     mutant(
         "who has a hook alone is told",
-        *("reduction/extensions", "        if not self._compared:\n", "        if False:\n"),
+        *("reduction/user_hooks", "        if not self._compared:\n", "        if False:\n"),
         *("order", "what_one_rank_alone_registers_is_an_error_on_every_rank[hook-2-shared memory]"),
     ),
     mutant(
@@ -1751,7 +1751,7 @@ MUTANTS = (
     ),
     mutant(
         "after an exception nobody is waited for",
-        *("checkpoints/opened", "opened.close(0.0 if failed else END_LIMIT)", "opened.close(END_LIMIT)"),
+        *("checkpoints/resources", "opened.close(0.0 if failed else END_LIMIT)", "opened.close(END_LIMIT)"),
         *("ckpt_rounds", "the_end_after_an_exception_waits_for_nothing"),
     ),
     mutant(
@@ -1899,17 +1899,17 @@ MUTANTS = (
     ),
     mutant(
         "a claim waits for what was dropped before",
-        *("checkpoints/opened", "other._ending.join(END_LIMIT)", "pass"),
+        *("checkpoints/resources", "other._ending.join(END_LIMIT)", "pass"),
         *("ckpt_rounds", "what_was_saved_and_dropped_is_published_and_nothing_is_left"),
     ),
     mutant(
         "one of those that wait writes who is missing",
-        *("checkpoints/waiting", "if missing and all(rank in missing for rank in range(self._rank)):", "if missing:"),
+        *("checkpoints/missing_ranks", "if missing and all(rank in missing for rank in range(self._rank)):", "if missing:"),
         *("checkpointer", "who_is_missing_is_named_once_and_no_note_remains"),
     ),
     mutant(
         "a rank that waits leaves a note",
-        *("checkpoints/waiting", 'self._board.set(self._key(number, self._rank), "")', "pass"),
+        *("checkpoints/missing_ranks", 'self._board.set(self._key(number, self._rank), "")', "pass"),
         *("checkpointer", "who_is_missing_is_named_once_and_no_note_remains"),
     ),
     mutant(
@@ -1934,12 +1934,12 @@ MUTANTS = (
     ),
     mutant(
         "gradients that a pipeline has promised are missed in its next step",
-        *("reduction/watch", "if self.due or sync and", "if sync and"),
+        *("reduction/grad_hooks", "if self.due or sync and", "if sync and"),
         *("mesh", "a_pipeline_whose_gradients_nothing_reduces_is_refused[ScheduleInterleavedZeroBubble]"),
     ),
     mutant(
         "gradients that are set by hand are refused",
-        *("reduction/watch", "(self.promised or there > self._there)", "self.promised"),
+        *("reduction/grad_hooks", "(self.promised or there > self._there)", "self.promised"),
         *("mesh", "gradients_that_are_set_by_hand_are_refused_until_they_are_reduced[state]"),
     ),
     mutant(
@@ -1954,7 +1954,7 @@ MUTANTS = (
     ),
     mutant(
         "sums over the ranks of a split layer are made",
-        *("reduction/watch", "tuple(placed_as(like, grad) for grad in grads)", "tuple(grads)"),
+        *("reduction/grad_hooks", "tuple(placed_as(like, grad) for grad in grads)", "tuple(grads)"),
         *("mesh", "a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters[True-False]"),
     ),
     mutant(

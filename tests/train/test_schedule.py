@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.ddp_schedule import ELASTIRUN, LINKS, PLAIN, Layout, backward, even, hidden, link_for, trained, uneven
 from elastirun.train import DistributedDataParallel
-from elastirun.train.reduction.buckets.plan import CAP, Gradient, Link, by_size, sum_bytes
+from elastirun.train.reduction.buckets.plan import CAP, Gradient, LinkSpeed, by_size, sum_bytes
 from tests.support.worlds import run
 from tests.train.test_buckets import finish
 
@@ -33,7 +33,7 @@ class Clock:
         return self.now
 
 
-def on_a_clock(rank: int, world: int, layout: Layout, link: Link, cap: float | None) -> tuple[float, float, list[int]]:
+def on_a_clock(rank: int, world: int, layout: Layout, link: LinkSpeed, cap: float | None) -> tuple[float, float, list[int]]:
     """Seconds of a backward alone and of one with its reductions, once all is planned, and the bytes of each bucket."""
     clock = Clock()
     with mock.patch.object(time, "perf_counter", clock.read), mock.patch.object(time, "sleep", clock.sleep):
@@ -45,7 +45,7 @@ def on_a_clock(rank: int, world: int, layout: Layout, link: Link, cap: float | N
             return alone, taken[-1], [bucket["bytes"] for bucket in module.stats()["buckets"]]
 
 
-def of_a_fixed_size(layout: Layout, link: Link, cap: int = CAP) -> float:
+def of_a_fixed_size(layout: Layout, link: LinkSpeed, cap: int = CAP) -> float:
     """Seconds of a backward with torch's plan, were there no other cost than compute and the link."""
     found = [Gradient(nbytes // 4, torch.float32, torch.device("cpu")) for nbytes, _ in layout]
     order, ready, now = list(reversed(range(len(layout)))), [0.0] * len(layout), 0.0
@@ -92,7 +92,7 @@ def test_without_a_plan_nothing_hides() -> None:
     assert first >= sum(seconds for _, seconds in layout) + link.per_byte * sum_bytes(found, range(len(found)))
 
 
-def first_on_a_clock(rank: int, world: int, layout: Layout, link: Link) -> float:
+def first_on_a_clock(rank: int, world: int, layout: Layout, link: LinkSpeed) -> float:
     clock = Clock()
     with mock.patch.object(time, "perf_counter", clock.read), mock.patch.object(time, "sleep", clock.sleep):
         with trained(ELASTIRUN, None, layout, link) as module:

@@ -28,13 +28,13 @@ from elastirun.train.checkpoints.dcp import METADATA, DcpFiles
 from elastirun.train.checkpoints.dcp import VALUES as DCP_VALUES
 from elastirun.train.checkpoints.due import due
 from elastirun.train.checkpoints.memory import Memory
-from elastirun.train.checkpoints.opened import END_LIMIT, Opened
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.resources import END_LIMIT, CheckpointResources
 from elastirun.train.checkpoints.restoring import on_every_rank
 from elastirun.train.checkpoints.staging import IMAGES, MORE_IMAGES, TENSORS, VALUES, Staging
 from elastirun.train.errors import WrongUse
-from elastirun.train.groups.connections import connections
+from elastirun.train.groups.connections import live_sockets
 from elastirun.train.state.layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
 from elastirun.train.state.tree import Flat, flatten
 from elastirun.train.state.values import encode_values
@@ -101,9 +101,9 @@ class Checkpointer:
         self._ranks = Ranks(group)
         self._memory = Memory(self._url)
         self._staging = Staging(IMAGES if memory_every is None else MORE_IMAGES)
-        self._opened = Opened(self._url, self._ranks, self._directory, self._staging)
+        self._opened = CheckpointResources(self._url, self._ranks, self._directory, self._staging)
         self._dropped = weakref.finalize(self, self._opened.drop)
-        self._dropped.atexit = False  # see opened.py
+        self._dropped.atexit = False  # see checkpoints/resources.py
         self._plan: Plan | None = None
         self._dcp: DcpFiles | None = None
         self._pieces: list[Piece] = []  # what this rank holds of the state that the plan is for
@@ -263,7 +263,7 @@ class Checkpointer:
     def _wait_for_writer(self, save: Save) -> None:
         """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""
         begun = time.perf_counter()
-        connections.wait_unless_cut(save.written, "a checkpoint is being written")
+        live_sockets.wait_unless_cut(save.written, "a checkpoint is being written")
         self._waited += time.perf_counter() - begun
 
     def _arrange(self, flat: Flat) -> None:

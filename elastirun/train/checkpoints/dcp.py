@@ -26,7 +26,7 @@ from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.reading import Folder, Saved, check_targets, copies
 from elastirun.train.state.layout import Plan
 from elastirun.train.state.loading import PREFIXES, items_of
-from elastirun.train.state.shells import shell
+from elastirun.train.state.torch_zip import shell
 from elastirun.train.state.values import DTYPES, MAX_DEPTH, PLAIN, TAG, Fixed, Node, join, leaves, to_node, to_value
 from elastirun.train.torch_private import private
 

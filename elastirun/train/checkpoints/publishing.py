@@ -20,10 +20,10 @@ from typing import Any
 
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
+from elastirun.train.checkpoints.missing_ranks import LAST_CALL
 from elastirun.train.checkpoints.ranks import Ranks
 from elastirun.train.checkpoints.staging import Staging
-from elastirun.train.checkpoints.waiting import LAST_CALL
-from elastirun.train.groups.connections import connections
+from elastirun.train.groups.connections import live_sockets
 
 log = logging.getLogger("elastirun.checkpoints")
 
@@ -156,7 +156,7 @@ class Publisher:
         """Tell the other ranks: rank 0 what became of the save, the others how their part went."""
         if self._board is None:
             return reply
-        connections.check(PUBLISHED)
+        live_sockets.check(PUBLISHED)
         if self._ranks.rank > 0:
             self._board.set(f"{save.number}/{self._ranks.rank}", json.dumps(reply))
         else:
@@ -213,7 +213,7 @@ class Publisher:
         Raises RuntimeError if the connections to the peers are cut meanwhile.
         """
         end = time.monotonic() + timeout
-        if not connections.wait_unless_cut(save.done, PUBLISHED, timeout):
+        if not live_sockets.wait_unless_cut(save.done, PUBLISHED, timeout):
             return ""
         board = self._board
         if save.error or self._ranks.rank == 0 or board is None:
@@ -250,7 +250,7 @@ class Publisher:
         """Return whether ``condition`` came true within ``timeout`` seconds. Looks less and less often: other machines are asked."""
         end, pause = time.monotonic() + timeout, LOOK_AGAIN
         while True:
-            connections.check(PUBLISHED)  # before each look: torch would write a page of a connection that is cut
+            live_sockets.check(PUBLISHED)  # before each look: torch would write a page of a connection that is cut
             if condition():
                 return True
             if time.monotonic() > end or self._ending.wait(pause):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from elastirun.train.checkpoints.waiting import Waiting
+from elastirun.train.checkpoints.missing_ranks import Waiting
 from elastirun.train.groups.collectives import gather
 from elastirun.train.groups.process_groups import find_group, make_gloo_group
 from elastirun.train.groups.waits import finish

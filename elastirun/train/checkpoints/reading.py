@@ -22,7 +22,7 @@ from elastirun.checkpoint.tensors import TENSORS, Box, Chunk, SavedTensor, commo
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.copying import copy_all
 from elastirun.train.sharded import is_sharded
-from elastirun.train.state.garbage import no_collection
+from elastirun.train.state.gc_pause import no_collection
 from elastirun.train.state.layout import local_box
 from elastirun.train.state.values import DTYPES
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastirun.train import autograd_engine
 from elastirun.train.ddp.at_exit import release_at_exit
-from elastirun.train.ddp.copies import TIED, FirstBackward
+from elastirun.train.ddp.deepcopy_support import TIED, FirstBackward
 from elastirun.train.ddp.nested_tensors import find_tensors, to_device
 from elastirun.train.ddp.next_world import NextWorld
 from elastirun.train.ddp.optimizer import BucketSteps, applied, step_each, take_over
@@ -29,15 +29,15 @@ from elastirun.train.ddp.uneven_batches import take_batches
 from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import broadcast, copy_from_first, digest, gather, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
+from elastirun.train.reduction.active_backwards import settle
 from elastirun.train.reduction.comm_hooks import Hook
 from elastirun.train.reduction.conclusion import Options
 from elastirun.train.reduction.control_words import REQUESTS, Agreement
-from elastirun.train.reduction.reducer import Left, Reducer
+from elastirun.train.reduction.reducer import CarriedOver, Reducer
 from elastirun.train.reduction.running_stats import find_statistics
 from elastirun.train.reduction.step_times import step_report
 from elastirun.train.reduction.transports.base import Transport, reduction_errors
 from elastirun.train.reduction.transports.choose import choose
-from elastirun.train.reduction.under_way import settle
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ class DistributedDataParallel(TorchNames):
 
     # -- the world --------------------------------------------------------------------------------------------------
 
-    def _join(self, group: dist.ProcessGroup | None, init_sync: bool, left: Left | None = None) -> None:
+    def _join(self, group: dist.ProcessGroup | None, init_sync: bool, left: CarriedOver | None = None) -> None:
         """Compare the replicas in ``group``, copy rank 0's, and make transport and reducer. Every rank calls it at the same point.
 
         ``left``: of this rank's reducer in the last world.
@@ -235,7 +235,7 @@ class DistributedDataParallel(TorchNames):
         """
         self.leave_group()
         left = self._reducer
-        assert isinstance(left, Left)
+        assert isinstance(left, CarriedOver)
         self._join(process_group, init_sync, left)
         self._reducer.keep_requests(left)
 
@@ -308,7 +308,7 @@ class DistributedDataParallel(TorchNames):
 
     def leave_group(self) -> None:
         """Let go of the process groups, which takes 10 to 20 ms for each, before ``set_group``: nothing else may come between the two."""
-        if isinstance(self._reducer, Left):
+        if isinstance(self._reducer, CarriedOver):
             return
         _adopt(self)  # rank 0 may be another one later
         settle()

@@ -109,4 +109,4 @@ def _shut_down(fd: int, inode: int) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-connections = GroupConnections()  # those of this process's groups in a live job
+live_sockets = GroupConnections()  # those of this process's groups in a live job

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elastirun.train.errors import TrainError
-from elastirun.train.groups.connections import connections
+from elastirun.train.groups.connections import live_sockets
 
 LOOK = 0.1  # seconds from one look at the connections to the next: a wait that is given up takes as long; each look costs 0.3 ms
 LATEST = 0.3  # seconds for which a wait may last after the cut; usually it ends within milliseconds
@@ -32,11 +32,11 @@ def finish(work: dist.Work | None, device: torch.device) -> None:
     """
     if work is None:  # this process is not a member
         return
-    if device.type == "cuda" and connections.made:
+    if device.type == "cuda" and live_sockets.made:
         work.wait()  # the current stream waits
         _wait_for_gpu(device)
         return
-    while connections.made and not work.is_completed():
+    while live_sockets.made and not work.is_completed():
         try:
             work.wait(timedelta(seconds=LOOK))
         except RuntimeError:
@@ -60,10 +60,10 @@ def _wait_for_gpu(device: torch.device) -> None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     nap, longest = NAPS
-    while not _is_done(event) and not connections.is_cut:
+    while not _is_done(event) and not live_sockets.is_cut:
         time.sleep(nap)
         nap = min(1.5 * nap, longest)
-    if connections.is_cut:  # read after the end, because communicators are aborted after the cut
+    if live_sockets.is_cut:  # read after the end, because communicators are aborted after the cut
         raise RuntimeError("the connections of the process group are cut, and its communicator is aborted")
 
 
@@ -99,5 +99,5 @@ def finish_message(work: dist.Work | None, limit: timedelta) -> None:
 
 
 def _give_up_if_cut() -> None:
-    if connections.cut_for() > LATEST:
+    if live_sockets.cut_for() > LATEST:
         raise RuntimeError("the connections of the process group are cut, and gloo does not end a wait for one of them")

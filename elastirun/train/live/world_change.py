@@ -22,7 +22,7 @@ import torch.distributed as dist
 from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.ddp.next_world import NextWorld
 from elastirun.train.errors import ModelMismatch
-from elastirun.train.groups.connections import connections
+from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import connects_within, end_beside, end_retired, make_default_group, replace_groups
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.state_slices import Receiver, Sender
@@ -62,7 +62,7 @@ class WorldChange:
         self._stepped, self._seconds = time.monotonic(), 0.0  # when the last step was made, and how long it took
         model.hold_plan(True)
         if world is None:
-            connections.begin()
+            live_sockets.begin()
             self._thread = threading.Thread(target=self._prepare, name="elastirun next world", daemon=True)
             live.start(self._thread)
             return
@@ -154,7 +154,7 @@ class WorldChange:
         (self.world, following), self._next = self._next, None
         old = self._model.enter_world(following)
         _drop(old, replace_groups(following.process_group, following.group))
-        connections.end()
+        live_sockets.end()
         self._model.withdraw(SWITCH)
         new = [rank for rank, worker in enumerate(self.world.ranks) if not self._live.trains(worker)]
         if self._thread is not None and self._live.rank == 0:

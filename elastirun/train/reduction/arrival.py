@@ -12,8 +12,8 @@ from torch import nn
 from elastirun.train.groups.collectives import all_reduce
 from elastirun.train.reduction.buckets.memory import Bucket
 from elastirun.train.reduction.conclusion import Outcome
-from elastirun.train.reduction.extensions import OptimizerStep
 from elastirun.train.reduction.transports.base import reduction_errors
+from elastirun.train.reduction.user_hooks import OptimizerStep
 from elastirun.train.sharded import local_part, with_part
 
 

@@ -15,12 +15,12 @@ from elastirun.train.groups.collectives import gather, ranks
 from elastirun.train.reduction.buckets.bucket_set import BucketSet
 from elastirun.train.reduction.buckets.planner import Planner
 from elastirun.train.reduction.control_words import Agreement, PendingAgreement
-from elastirun.train.reduction.extensions import Extensions
+from elastirun.train.reduction.grad_hooks import GradHooks
 from elastirun.train.reduction.replica_check import GradualCheck, verify_replicas
 from elastirun.train.reduction.step_times import describe_lacking, median
-from elastirun.train.reduction.trained import Trained
+from elastirun.train.reduction.trainable_params import Trained
 from elastirun.train.reduction.transports.base import reduction_errors
-from elastirun.train.reduction.watch import Watch
+from elastirun.train.reduction.user_hooks import Extensions
 
 log = logging.getLogger("elastirun.train")
 
@@ -97,7 +97,7 @@ class Conclusion:
         self,
         trained: Trained,
         planner: Planner,
-        watch: Watch,
+        watch: GradHooks,
         buckets: BucketSet,
         extensions: Extensions,
         options: Options,

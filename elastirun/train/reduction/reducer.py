@@ -33,7 +33,7 @@ from elastirun.train import autograd_engine
 from elastirun.train.errors import OutsideForward, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import gather
 from elastirun.train.groups.waits import confirm
-from elastirun.train.reduction import under_way
+from elastirun.train.reduction import active_backwards
 from elastirun.train.reduction.arrival import Arrival
 from elastirun.train.reduction.backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Schedule, Trigger
 from elastirun.train.reduction.buckets.bucket_set import BucketSet
@@ -42,19 +42,19 @@ from elastirun.train.reduction.buckets.planner import MeasuredPlan, Planner
 from elastirun.train.reduction.comm_hooks import Hook
 from elastirun.train.reduction.conclusion import Conclusion, Options
 from elastirun.train.reduction.control_words import FAILED, NOT_FINITE, LocalReport
-from elastirun.train.reduction.extensions import Extensions, OptimizerStep
+from elastirun.train.reduction.grad_hooks import GradHooks, Unannounced
 from elastirun.train.reduction.running_stats import LayerBuffer, RunningStatistics
 from elastirun.train.reduction.step_times import StepTimes
-from elastirun.train.reduction.trained import Trained
+from elastirun.train.reduction.trainable_params import Trained
 from elastirun.train.reduction.transports.base import AGAIN, Transport, reduction_errors
-from elastirun.train.reduction.watch import Unannounced, Watch
+from elastirun.train.reduction.user_hooks import Extensions, OptimizerStep
 from elastirun.train.sharded import placed_as
 
 _numbers = itertools.count()
 
 
 @dataclass
-class Left:
+class CarriedOver:
     """The part of a reducer that stays between two worlds."""
 
     number: int
@@ -92,7 +92,7 @@ class Reducer:
         self._sparse = sorted(index for index, name in enumerate(self.trained.names) if name in sparse)
         self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
         self.bucket_set = BucketSet(self.params, self.planner, transport, self.running_stats, self.rank, self.world)
-        self.watch, self._unannounced = Watch(self.params, self._sparse, options.mean_over_users), Unannounced()
+        self.watch, self._unannounced = GradHooks(self.params, self._sparse, options.mean_over_users), Unannounced()
         self._extensions = Extensions(self.planner.device)
         self.conclusion = Conclusion(self.trained, self.planner, self.watch, self.bucket_set, self._extensions, options, group)
         self._group, self._options = group, options
@@ -148,7 +148,7 @@ class Reducer:
         """Raise what made the module unusable; finish what an exception interrupted."""
         if not dist.is_initialized():
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
-        under_way.settle()
+        active_backwards.settle()
         if self._broken is not None and not self.drops_failed_steps:
             raise self._broken
 
@@ -193,12 +193,12 @@ class Reducer:
                 "no_sync(), and call reduce() before that of the optimizer"
             )
 
-    def leave(self) -> Left:
+    def leave(self) -> CarriedOver:
         """Return what the reducer of the next world takes over, and let go of what keeps the process groups."""
         self._broken = self._backward = None  # the traceback of the failure leads to them
-        return Left(self.number, self.step, self.schedule, self.local_report, self.planner.measured)
+        return CarriedOver(self.number, self.step, self.schedule, self.local_report, self.planner.measured)
 
-    def begin_where_others_are(self, left: Left | None) -> None:
+    def begin_where_others_are(self, left: CarriedOver | None) -> None:
         """Count steps from the highest number of any rank, and take the plan of the first rank whose planning is furthest.
 
         ``left``: of this rank's reducer in the last world. Every rank calls it before ``install``.
@@ -211,7 +211,7 @@ class Reducer:
         if any(epochs):
             self.planner.continue_from(plan, epochs.index(max(epochs)))
 
-    def keep_requests(self, old: Reducer | Left) -> None:
+    def keep_requests(self, old: Reducer | CarriedOver) -> None:
         """Do what the user has asked of ``old``, in its place."""
         self.number = old.number
         self.schedule.keep_requests(old.schedule)
@@ -297,7 +297,7 @@ class Reducer:
             self._end_with_graph(self._backward)
 
     def _end_with_graph(self, backward: Backward) -> None:
-        under_way.reducers.add(self)
+        active_backwards.reducers.add(self)
         autograd_engine.at_the_end(partial(self._graph_done, backward.task))
 
     def _accumulate(self, backward: Backward) -> None:
@@ -347,7 +347,7 @@ class Reducer:
         before the next.
         """
         self._unannounced.accept()
-        elsewhere = any(one.trained.holds(self.params[index]) for one in under_way.in_task(autograd_engine.task()))
+        elsewhere = any(one.trained.holds(self.params[index]) for one in active_backwards.in_task(autograd_engine.task()))
         grad = self.params[index].grad
         if not self.schedule.sync or elsewhere or grad is None:
             return
@@ -416,13 +416,13 @@ class Reducer:
 
     def _graph_done(self, task: int) -> None:
         """End all backwards of the engine's run ``task``. The engine calls it at the end of the run, and holds this reducer until then."""
-        under_way.graph_done(task)
+        active_backwards.graph_done(task)
 
     def end(self, trigger: Trigger) -> None:
         """End the backward that the engine has left; reduce what it has accumulated, if it reduces."""
         backward = self._backward
         assert backward is not None
-        under_way.reducers.discard(self)
+        active_backwards.reducers.discard(self)
         if trigger is Trigger.GRAPH_DONE:
             self.times.stop()
         if backward.phase is BROKEN and self._broken is not None:

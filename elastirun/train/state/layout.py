@@ -27,8 +27,8 @@ from elastirun.checkpoint.record import clip
 from elastirun.checkpoint.tensors import Box, overlapping, volume
 from elastirun.errors import CheckpointError
 from elastirun.train.sharded import is_sharded, is_sharded_type, local_part
-from elastirun.train.state.garbage import no_collection
-from elastirun.train.state.shells import ALIGNMENT, shell
+from elastirun.train.state.gc_pause import no_collection
+from elastirun.train.state.torch_zip import ALIGNMENT, shell
 from elastirun.train.state.tree import NESTED, Flat
 from elastirun.train.state.values import DTYPES
 from elastirun.train.torch_private import private

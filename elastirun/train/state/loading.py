@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
-from elastirun.train.state.garbage import no_collection
+from elastirun.train.state.gc_pause import no_collection
 from elastirun.train.state.names import ParameterNames, plain_names
 from elastirun.train.state.per_rank import PerRank, is_stateful
 from elastirun.train.state.tree import holds_objects, names_in, optimizer_names, state_dict_of

@@ -43,7 +43,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """The cost of an all-reduce: ``latency`` s, and ``per_byte`` s for each byte of the bucket; ``host`` s of computing are lost."""
 
     latency: float
@@ -54,14 +54,14 @@ class Link:
         return self.latency + nbytes * self.per_byte
 
 
-def fit(samples: Collection[tuple[int, float]]) -> Link:
+def fit(samples: Collection[tuple[int, float]]) -> LinkSpeed:
     """Return the link that explains (bytes, seconds) best, by least squares; neither part is ever negative."""
     n = len(samples)
     mean_x, mean_y = sum(x for x, _ in samples) / n, sum(y for _, y in samples) / n
     variance = sum((x - mean_x) ** 2 for x, _ in samples)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in samples) / variance if variance else 0.0
     slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
-    return Link(max(mean_y - slope * mean_x, 0.0), slope)
+    return LinkSpeed(max(mean_y - slope * mean_x, 0.0), slope)
 
 
 def by_size(gradients: Sequence[Gradient], order: Sequence[int], cap: int = CAP, first_cap: int = FIRST_CAP) -> Buckets:
@@ -89,7 +89,7 @@ def sum_bytes(gradients: Sequence[Gradient], bucket: Sequence[int]) -> int:
 
 
 def planned(
-    gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[float], link: Link, unsure: Collection[int] = ()
+    gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[float], link: LinkSpeed, unsure: Collection[int] = ()
 ) -> Buckets:
     """Return the plan whose boundaries leave the least communication exposed.
 
@@ -143,7 +143,7 @@ def blocks(gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[
     return made
 
 
-def _cut(parts: Sequence[Block], link: Link) -> list[tuple[int, ...]]:
+def _cut(parts: Sequence[Block], link: LinkSpeed) -> list[tuple[int, ...]]:
     """Cut ``parts`` into buckets so that the last reduction ends as early as possible, by dynamic programming.
 
     ``ends[j]`` is the earliest moment at which the first ``j`` blocks can be reduced in ``count`` buckets. The bucket of blocks i…j-1

@@ -21,7 +21,7 @@ from torch import nn
 from elastirun.train.groups.collectives import broadcast
 from elastirun.train.reduction.buckets import plan as plans
 from elastirun.train.reduction.buckets.memory import Storage
-from elastirun.train.reduction.buckets.plan import MIB, Gradient, Link
+from elastirun.train.reduction.buckets.plan import MIB, Gradient, LinkSpeed
 from elastirun.train.reduction.transports.base import Transport
 from elastirun.train.sharded import local_part
 
@@ -40,7 +40,7 @@ class MeasuredPlan:
     transport: type[Transport]  # that was measured
     buckets: plans.Buckets
     position: Sequence[int]  # see ``Planner``
-    link: Link | None
+    link: LinkSpeed | None
     history: Sequence[dict[int, float]]
 
 
@@ -61,7 +61,7 @@ class Planner:
         ]
         self.device = params[0].device
         self.epoch = 0
-        self.link: Link | None = None
+        self.link: LinkSpeed | None = None
         self.learning = True  # order and times of gradients are still noted
         self.held = False  # the plan stays as it is, because a world is being prepared with it
         self._caps = (plans.CAP, plans.FIRST_CAP) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
@@ -179,7 +179,7 @@ class Planner:
         return plans.planned(self.gradients, order, ready, self.link, self._unsure)
 
 
-def measure(transport: Transport, device: torch.device) -> Link:
+def measure(transport: Transport, device: torch.device) -> LinkSpeed:
     """Return the link, from the times of a few reductions of two sizes. Every rank calls it at the same point."""
     arena = transport.allocate([Storage(numel, torch.float32, device) for numel in PROBES])
     best = {numel: float("inf") for numel in PROBES}

@@ -19,7 +19,7 @@ log = logging.getLogger("elastirun.checkpoints")
 END_LIMIT = 300.0  # seconds that the end of the process waits for the last checkpoint to be published
 
 
-class Opened:
+class CheckpointResources:
     """The writer with its thread, the memory, the group of the ranks, and rank 0's claim. Knows nothing of the ``Checkpointer``."""
 
     def __init__(self, url: str, ranks: Ranks, directory: Directory, staging: Staging) -> None:
@@ -78,7 +78,7 @@ class Opened:
         _living.discard(self)
 
 
-_living: set[Opened] = set()  # until they have ended: what a function saved before it returned is published, too
+_living: set[CheckpointResources] = set()  # until they have ended: what a function saved before it returned is published, too
 
 
 @atexit.register

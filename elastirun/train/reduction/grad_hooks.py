@@ -14,7 +14,7 @@ from elastirun.train.sharded import is_sharded, placed_as
 UNKNOWN = 1 << 60  # how often a parameter fires, before the first backward
 
 
-class Watch:
+class GradHooks:
     """The hooks on ``params``. While the order of gradients is learnt, every parameter has one; later the last of each portion.
 
     A hook costs a microsecond. ``sparse`` parameters have no bucket, so each of them keeps its hook.

@@ -17,7 +17,7 @@ from elastirun.rendezvous.wire.events import Synced, SyncFailed
 from elastirun.rendezvous.wire.records import NodeRow, RoundRecord, Status
 
 
-class Link:
+class StoreLink:
     """The link of the node ``me`` to the store in use. Times in seconds of this node's clock."""
 
     def __init__(self, rules: Rules, me: str, now: float) -> None:
@@ -32,9 +32,9 @@ class Link:
         self.plan = PollPlan(rules, me, now)
         self._newest = Newest()
 
-    def to_another_store(self, now: float) -> Link:
+    def to_another_store(self, now: float) -> StoreLink:
         """Return the link to another store. The numbers of this node's row go on, so that a row of it is never taken for an older one."""
-        link = Link(self.rules, self.me, now)
+        link = StoreLink(self.rules, self.me, now)
         link.own = self.own.elsewhere()
         link.contact = link.contact.answered(now, now)
         return link

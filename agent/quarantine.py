@@ -20,7 +20,7 @@ from elastirun.agent.failures.strikes import Limits, Out, Suspicion
 from elastirun.agent.observe import events
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.session import Session
-from elastirun.agent.store.kinds import ASK_LIMIT, TcpAt, described
+from elastirun.agent.store.locations import ASK_LIMIT, TcpAt, described
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.failures import describe
@@ -66,7 +66,7 @@ class Look:
         self.done = True
 
 
-class SitOut:
+class Quarantine:
     """This node's strikes, and its time out. All calls happen in the loop's thread; nothing blocks.
 
     ``write`` gets events, ``say`` lines for people. ``going_out()`` is called when this node begins to sit out.

@@ -10,9 +10,8 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from elastirun.rendezvous import earlier_run, rules, updates
-from elastirun.rendezvous.failover.succession import Moves, host_of, lost_host, standbys
+from elastirun.rendezvous.failover.succession import Failover, host_of, lost_host, standbys
 from elastirun.rendezvous.formation import Forming
-from elastirun.rendezvous.link import Link
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.peers.contact import SLOW_IN_A_ROW, Contact, slow_store
 from elastirun.rendezvous.peers.liveness import SameSince
@@ -20,6 +19,7 @@ from elastirun.rendezvous.peers.own_row import OwnRow
 from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.progress import Notes
 from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.store_link import StoreLink
 from elastirun.rendezvous.timing import JUST_AFTER
 from elastirun.rendezvous.transitions import JOINING, LEFT, RUNNING
 from elastirun.rendezvous.wire.actions import Change, Outcome, Reconnect, Say, Sync
@@ -47,7 +47,7 @@ class Wakes:
 Effect = Say | Reconnect | Sync | Ends | Wakes
 
 
-class JobStore:
+class StoreTracker:
     """The store in use, as one node knows it. Times in seconds of this node's clock.
 
     ``now`` is the time of the event that the machine handles, which sets it. ``row`` introduces the node; ``store_id``: see ``Machine``.
@@ -63,8 +63,8 @@ class JobStore:
         self._standby = row.standby  # the port of this node's standby store, as its row says it; 0: nobody is to look there
         self._own_store_id = store_id  # offered to one store only, see ``_take_another_store_id``
         self._earlier: RoundRecord | None = None  # the record of an earlier run, in a store that outlives its jobs
-        self._link = Link(rules, row.id, now)
-        self._moves = Moves(row.id, rules)
+        self._link = StoreLink(rules, row.id, now)
+        self._failover = Failover(row.id, rules)
         self._look_at: float | None = None  # the time of the next look at another store; None: none is needed
         self._notes = Notes(now)
         self._told_slow = False  # people were told that the store answers slowly
@@ -74,17 +74,17 @@ class JobStore:
     @property
     def place(self) -> Place | None:
         """The place of the store in use; None: where the job was started."""
-        return self._moves.at
+        return self._failover.at
 
     @property
     def undecided(self) -> bool:
         """Whether this node waits in a standby store that nobody has taken over yet."""
-        return self._moves.undecided
+        return self._failover.undecided
 
     @property
     def waits(self) -> tuple[str, float] | None:
         """The reason in words why this node waits although the store in use answers, and since when; None: it does not wait."""
-        return self._moves.waits
+        return self._failover.waits
 
     @property
     def contact(self) -> Contact:
@@ -96,7 +96,7 @@ class JobStore:
         """Whether the exchange under way says nothing about the round of this node: it is with another store than the one in use, or with a
         standby store that nobody has taken over yet.
         """
-        return self._moves.undecided or (self._link.schedule.under_way and self._link.schedule.asked.look)
+        return self._failover.undecided or (self._link.schedule.under_way and self._link.schedule.asked.look)
 
     @property
     def may_be_replaced(self) -> bool:
@@ -110,8 +110,8 @@ class JobStore:
 
     @property
     def forward(self) -> tuple[Place, RoundRecord | None] | None:
-        """The word to be written into a store that appears where the job was started; None: none. See ``Moves.forward``."""
-        return self._moves.forward(self.record)
+        """The word to be written into a store that appears where the job was started; None: none. See ``Failover.forward``."""
+        return self._failover.forward(self.record)
 
     def last_words(self, row: NodeRow) -> tuple[tuple[Place, ...], Vote] | None:
         """Return the vote that this node or its guard writes when this agent ends, and the standby stores that get it; None: no vote.
@@ -120,7 +120,7 @@ class JobStore:
         """
         stored, record = self._link.own.stored, self.record
         has_left = stored is not None and stored.status is LEFT and not self.hosting  # the store says so, and the others know
-        vote = None if has_left and not (record and updates.mark_over(record, row)) else self._moves.notice(record)
+        vote = None if has_left and not (record and updates.mark_over(record, row)) else self._failover.notice(record)
         places = tuple(p for p in standbys(record) if p.id != self.me)
         return (places, vote) if vote is not None and places else None
 
@@ -172,7 +172,7 @@ class JobStore:
 
     def view(self, record: RoundRecord) -> View:
         """Return what this node knows of the round by the rows as they were read last."""
-        return self._link.view(record, self.now, self._moves.gone)
+        return self._link.view(record, self.now, self._failover.gone)
 
     def candidates(self, view: View, row: NodeRow) -> list[NodeRow]:
         """Return the candidates for the next round, and remember since when they are the same. ``row``: this node's, as it is to be."""
@@ -184,7 +184,7 @@ class JobStore:
 
     def redirected_since(self, record: RoundRecord) -> float | None:
         """Return since when ``record`` has sent this node to the same place, where nobody has answered; None: it sends nobody."""
-        return self._moves.redirected_since(record)
+        return self._failover.redirected_since(record)
 
     def wait_for_earlier_run(self) -> Forming | None:
         """Return the decision to wait until an earlier run of this job has ended; None: there is none, or it has."""
@@ -210,11 +210,11 @@ class JobStore:
     def stood_still(self, seconds: float) -> None:
         """Note that this agent was suspended for ``seconds``."""
         self._link.stood_still(self.now, seconds, self.hosting)
-        self._moves.stood_still(self.now, seconds)
+        self._failover.stood_still(self.now, seconds)
 
     def note_minority(self, minority: bool) -> None:
         """Note whether too few members of an earlier round are here to form the next one."""
-        self._moves.note_minority(minority, self.now)
+        self._failover.note_minority(minority, self.now)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 
@@ -224,13 +224,13 @@ class JobStore:
         ``row``: of this node, as it is to be written. ``stays``: this node is not about to leave, and does not close the job.
         """
         self._link.schedule.done()
-        if self._link.schedule.asked.at != self._moves.at:
+        if self._link.schedule.asked.at != self._failover.at:
             return self._looked(event)
-        if self.record and not self._moves.undecided and (why := rules.another_store(self.record, event.round)):
-            if self._moves.places(self.record) and not event.hosting and (event.round is None or event.round.round == 0):
-                self._moves.replaced()  # its host is gone, and a standby store may take over
+        if self.record and not self._failover.undecided and (why := rules.another_store(self.record, event.round)):
+            if self._failover.places(self.record) and not event.hosting and (event.round is None or event.round.round == 0):
+                self._failover.replaced()  # its host is gone, and a standby store may take over
                 return self.failed(SyncFailed(event.now, why))
-        if (place := self._moves.is_sent(event.round, event.now)) is not None:
+        if (place := self._failover.is_sent(event.round, event.now)) is not None:
             if event.round is not None and event.round.round > 0 and self.record is not None and self.formed:
                 return self._move(place, self.record, decided=True)
             return self._follow(place)
@@ -244,15 +244,15 @@ class JobStore:
         rows, old = self._link.current(event)
         effects += map(Say, self._notes.lines([*event.ignored, *old], event.now))
         found, all_rows = event.round, self._link.schedule.asked.rows is None
-        self._moves.answered(self._link.schedule.asked, event, self.record)
-        if self.record is not None and not self._moves.undecided and (why := rules.another_store(self.record, found)):
+        self._failover.answered(self._link.schedule.asked, event, self.record)
+        if self.record is not None and not self._failover.undecided and (why := rules.another_store(self.record, found)):
             if stays and self._may_begin_again(self.record, event, row):
                 return effects + self._begin_again(self.record)
             return [*effects, Ends(Outcome.STORE_LOST, why)]
         self._earlier = found if found and not self.record and earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None
         if self._earlier is not None and not self.rules.lasting:
             return effects + self._wait_for_another_store(self._earlier)
-        effects += self._adopt(self.record if self._moves.undecided else found if self._earlier is None else None)
+        effects += self._adopt(self.record if self._failover.undecided else found if self._earlier is None else None)
         verdict = self._link.take_in(event, rows, row.status is RUNNING)
         if verdict is not None:
             if not (self._link.plan.sees_all or self._link.plan.wide) and self._may_have_lost_more(row):
@@ -282,13 +282,13 @@ class JobStore:
         """Take in what a standby store says while the store in use is lost. Give up the store in use if the other one takes over."""
         place, record = self._link.schedule.asked.at, self.record
         assert record is not None
-        if self._moves.should_go_back(place, event, record, self.rows):
+        if self._failover.should_go_back(place, event, record, self.rows):
             return self._go_back(record)
         if place is None:
-            why = self._moves.looked_at_start(event, record)
+            why = self._failover.looked_at_start(event, record)
             return [Ends(Outcome.STORE_LOST, why)] if why else []
-        follows = self._moves.should_follow(place, event, record)
-        if (closed := self._moves.closed(record)) is not None:
+        follows = self._failover.should_follow(place, event, record)
+        if (closed := self._failover.closed(record)) is not None:
             self.record = closed
         elif follows:
             return self._move(place, record, decided=event.round is not None)
@@ -297,17 +297,17 @@ class JobStore:
     def failed(self, event: SyncFailed) -> list[Effect]:
         """Take in that an exchange has failed."""
         self._link.schedule.done()
-        if (place := self._link.schedule.asked.at) != self._moves.at:
+        if (place := self._link.schedule.asked.at) != self._failover.at:
             if not event.overtaken:
-                self._moves.unanswered(place, event.now)
+                self._failover.unanswered(place, event.now)
             return []
         sent = RoundRecord("", moved=event.moved) if event.moved is not None and place is None and not self.formed else None
-        if (place := self._moves.is_sent(sent, event.now)) is not None:
+        if (place := self._failover.is_sent(sent, event.now)) is not None:
             return self._follow(place)
         if self._link.schedule.asked.change is not None and self.record is None:
             self._take_another_store_id()  # the store may have accepted the first one
         self._link.failed(event, newcomer=self.record is None)
-        if self._moves.at is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
+        if self._failover.at is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
             self.turn_back()
         effects: list[Effect] = []
         if event.refused and self._link.contact.last is None:
@@ -318,8 +318,8 @@ class JobStore:
         return effects
 
     def found_at_start(self, found: RoundRecord | None, waits: bool) -> list[Effect]:
-        """Process what this owner of the store in use ``found`` where the job was started. ``waits``: see ``Moves.found_at_start``."""
-        if self.record is not None and (why := self._moves.found_at_start(found, self.record, waits, self.now)):
+        """Process what this owner of the store in use ``found`` where the job was started. ``waits``: see ``Failover.found_at_start``."""
+        if self.record is not None and (why := self._failover.found_at_start(found, self.record, waits, self.now)):
             return [Ends(Outcome.STORE_LOST, why)]
         return []
 
@@ -328,7 +328,7 @@ class JobStore:
     def _move(self, place: Place, record: RoundRecord, decided: bool) -> list[Effect]:
         """Give up the store in use for the standby store ``place``. The round is over here: its host has died, or is cut off."""
         effects = self._end_own_store()
-        known = self._moves.move(place, record, self.rows, decided, self.now, self.ran)
+        known = self._failover.move(place, record, self.rows, decided, self.now, self.ran)
         known = known if known.fence == record.fence else record
         reason = lost_host(known)
         if record.open:
@@ -341,7 +341,7 @@ class JobStore:
     def _go_back(self, record: RoundRecord) -> list[Effect]:
         """Go back to the store that this node has given up for an undecided one: its host lives, and can be reached again."""
         effects = self._end_own_store()
-        self._begin_at(self._moves.go_back())
+        self._begin_at(self._failover.go_back())
         return [*effects, Say(f"{host_of(record)} is back; this node joins there again")]
 
     def _end_own_store(self) -> list[Effect]:
@@ -355,13 +355,13 @@ class JobStore:
         """Join the job where its store is now. This node has read of no round, so it has taken part in none."""
         self.record = None
         self._take_another_store_id()
-        self._moves.at = place
+        self._failover.at = place
         self._begin_at(place)
         return [Say(f"the store of this job has moved to {place.address}")]
 
     def turn_back(self) -> None:
         """Ask again where the job was started: this newcomer was sent where nobody answers, or where there is no job."""
-        self._moves.turn_back(self.now + 2 * self.rules.expire)
+        self._failover.turn_back(self.now + 2 * self.rules.expire)
         self._link = self._link.to_another_store(self.now)
         self._link.contact = Contact()
 
@@ -371,7 +371,7 @@ class JobStore:
         No round that it has read names it, and the round of ``record`` cannot go on: its store has ended with the node that hosted it, or
         another job is in the store already.
         """
-        in_no_round = not row.round and not row.done_round and self._moves.at is None
+        in_no_round = not row.round and not row.done_round and self._failover.at is None
         is_over = record.round == 0 or bool(record.host) or event.round is not None
         return in_no_round and is_over and not event.hosting
 
@@ -381,7 +381,7 @@ class JobStore:
         if record.round:  # a later round may name this node: the others must not wait for it to take over in its old standby store
             self._standby = 0
             effects.append(Reconnect())  # another standby store is served with the next connection
-        self.record, self._moves = None, Moves(self.me, self.rules)
+        self.record, self._failover = None, Failover(self.me, self.rules)
         self._take_another_store_id()
         self._link = self._link.to_another_store(self.now)
         return effects
@@ -405,7 +405,7 @@ class JobStore:
 
     def take_over(self) -> Change | None:
         """Return the write that makes the standby store of this node the one in use; None: it may not take over, or not yet."""
-        return self._moves.take_over(self.rows, self.now)
+        return self._failover.take_over(self.rows, self.now)
 
     def begin_job(self) -> Change:
         """Return the write of the first record of this job, over that of an earlier run if there is one."""
@@ -418,13 +418,13 @@ class JobStore:
 
         A node that begins to doubt that the host lives gives up the exchange with the host: the others look now, too.
         """
-        contact, schedule, doubted = self._link.contact, self._link.schedule, self._moves.doubts
+        contact, schedule, doubted = self._link.contact, self._link.schedule, self._failover.doubts
         silent_since = contact.last if contact.trouble and status is not LEFT else None
-        self._look_at = self._moves.search(self.record, silent_since, self.rows, self.now, stays)
+        self._look_at = self._failover.search(self.record, silent_since, self.rows, self.now, stays)
         effects: list[Effect] = [Wakes(self._look_at)]
         if silent_since is not None and self.rules.majority:
             effects.append(Wakes(silent_since + self.rules.doubt))
-        if silent_since is not None and self._moves.doubts and not doubted:
+        if silent_since is not None and self._failover.doubts and not doubted:
             schedule.retry_at(self.now + ASK_AGAIN)
             if schedule.under_way:
                 schedule.done()
@@ -442,16 +442,16 @@ class JobStore:
             return []
         starved = schedule.asked.look and self.now >= schedule.due  # a look may hang for a second, and so may each one after it
         if record is not None and self._look_at is not None and self.now >= self._look_at and not takes_over and not starved:
-            schedule.begin_look(look := self._moves.look(record, self.now))
+            schedule.begin_look(look := self._failover.look(record, self.now))
             return [look]
         if not schedule.urgent and change is None and self.now < schedule.due:
             return [Wakes(schedule.due)]
-        status = JOINING if self._moves.undecided else row.status
+        status = JOINING if self._failover.undecided else row.status
         due = self.now + self._link.plan.interval(status, record, waited, self._link.contact.took)
         asked = self._rows_to_read(row) if self._earlier is None else None
         put = self._link.put(record, row, self.now)
         sync = Sync(put, change, asked, keep_alive=self.rules.lasting and self._link.own.introduced)
-        sync = self._moves.complete(sync, record, self.rows)
+        sync = self._failover.complete(sync, record, self.rows)
         schedule.begin(sync, due)
         return [sync]
 

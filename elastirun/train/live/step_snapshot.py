@@ -17,7 +17,7 @@ from elastirun.train.state.per_rank import PerRank
 from elastirun.train.state.train_state import TrainState
 
 
-class Position:
+class StepSnapshot:
     """The state at the last finished step, of what a step changes that has no gradients in the end: the loader, and schedulers.
 
     ``others``: the names of other parts that such a step may change, such as averages of the parameters.
@@ -128,7 +128,7 @@ class Rehearsal:
 
     def __init__(self, state: TrainState, model: torch.nn.Module, loader: ElasticDataLoader) -> None:
         self._state, self._model = state, model
-        self._position = Position(state, loader)
+        self._position = StepSnapshot(state, loader)
         self._step = state.step
         self._others = StateKept(state, self._position.others)
         self._trained = [param.requires_grad for param in model.parameters()]
