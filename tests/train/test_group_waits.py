@@ -103,7 +103,7 @@ class Kernel:
 
 
 def reduces(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, groups: GroupConnections) -> None:
-    monkeypatch.setattr(group_waits, "connections", groups)
+    monkeypatch.setattr(group_waits, "live_sockets", groups)
     monkeypatch.setattr(torch.cuda, "Event", lambda: kernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     finish(cast(Any, kernel), torch.device("cuda"))
