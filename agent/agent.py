@@ -128,9 +128,6 @@ class Agent:
         self._accounting = Accounting(self._hangs.pages, self._events_log.write)
         self._session = Session.of(config, row, self._worker_store_failed)
         stack.callback(self._session.close)
-        if etcd := self._session.access.private_etcd:
-            self._tree.remove_folder_at_end(etcd.folder)
-            self._tree.exclude(etcd.pid)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
         self._sit_out = Quarantine(config, self._session, self._accounting, self._events_log.write, self._console.say, self._end_parked)
         parts = health.Parts(

@@ -1,8 +1,7 @@
 """One node's part of the rendezvous, at work: the machine, its exchanges with the store, and the store for the workers.
 
-Three loops drive a session: that of the agent (``agent/agent.py``), that of a node whose workers plain torchrun starts
-(``agent/torch_handler.py``), and that of a node in the simulated world (``tests/sim/world.py``). Whoever drives it starts and stops the
-workers. What does I/O, and the clock, are handed to the session.
+Two loops drive a session: the agent's (``agent/agent.py``), and that of a simulated node (``tests/sim/world.py``). Whoever drives it starts
+and stops the workers. What does I/O, and the clock, are handed to the session.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.fleet import Fleet, Plan, Rows, report, split
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
-from elastirun.agent.store.private_etcd import PrivateEtcd
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.store_thread import StoreThread
@@ -44,6 +44,7 @@ from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import Event, Tick, WorkersStopped
 from elastirun.rendezvous.wire.records import NodeRow
 from elastirun.rendezvous.wire.sync import SyncProtocol
+from tests.support import etcd_server
 
 SETTLE, WINDOW = 3.0, 10.0  # seconds before the count of a running round begins, and its length
 LOOK = 1.0  # seconds between two checks of torch's agent for waiting nodes; its monitor checks more often, but at a local copy
@@ -323,9 +324,9 @@ class OneStore(Fleet):
     def __init__(self, side: str, nodes: int) -> None:
         super().__init__(nodes)
         self.lag = 0.0
-        self._etcd = PrivateEtcd() if side == "etcd" else None
-        if self._etcd:
-            endpoint = self._etcd.endpoint
+        self._stack = ExitStack()
+        if side == "etcd":
+            (endpoint,) = self._stack.enter_context(etcd_server.etcd()).endpoints
         else:
             _, self._store = self.start(run_store)
             endpoint = f"127.0.0.1:{self._store.recv()}"
@@ -334,8 +335,7 @@ class OneStore(Fleet):
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        if self._etcd:
-            self._etcd.close()
+        self._stack.close()
 
     def lose(self, index: int) -> float:
         self.tell("lose", index)

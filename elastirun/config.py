@@ -48,7 +48,7 @@ class Endpoint:
 class Etcd:
     """An etcd cluster where the nodes meet, and the credentials for it. It needs version 3 of etcd's API."""
 
-    endpoints: tuple[Endpoint, ...]  # the cluster's members, or some of them; empty: a private server that the agent starts
+    endpoints: tuple[Endpoint, ...]  # the cluster's members, or some of them
     tls: bool = False
     ca_cert: str | None = None  # PEM file with the CA of etcd's certificate; None: the CAs that this machine trusts
     cert: str | None = None  # PEM file with the client certificate, where etcd asks for one
@@ -147,5 +147,5 @@ class LaunchConfig(RendezvousConfig):
     def standalone(self) -> bool:
         """Return whether no other agent can reach the store: it is private, or the static backend's for a single node."""
         if self.etcd is not None:
-            return not self.etcd.endpoints
+            return False
         return self.endpoint is None or (self.fixed_ranks and self.max_nodes == 1 and self.is_host is True)

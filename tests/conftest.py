@@ -51,7 +51,7 @@ LONGEST = (
     *("agent/test_failure_tracker.py", "train/test_property.py", "system/test_stopping.py", "rendezvous/test_mutants.py"),
     *("deploy/test_slurm.py", "deploy/test_slurm_requeue.py"),
     *("system/test_chaos.py", "checkpoint/test_mutants.py", "agent/test_process_tree.py", "system/test_restarts.py"),
-    *("system/test_silent_loss.py", "agent/test_torch_handler.py", "agent/test_mutants.py"),
+    *("system/test_silent_loss.py", "agent/test_mutants.py"),
 )
 
 

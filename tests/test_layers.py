@@ -228,7 +228,7 @@ FLOORS = {  # the folders and loose modules of a package, the lowest first: each
         *("failover", "store_link", "formation", "earlier_run", "store_tracker", "machine"),
     ),
     "elastirun.agent": (
-        *("host", "processes", "output", "store", "observe", "session", "workers", "torch_handler", "hangs", "failures", "quarantine"),
+        *("host", "processes", "output", "store", "observe", "session", "workers", "hangs", "failures", "quarantine"),
         *("termination_log", "status", "ending", "agent"),
     ),
     "elastirun.train": (

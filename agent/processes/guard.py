@@ -35,7 +35,6 @@ from elastirun.agent.processes import control_group, kills, marks
 ALIVE = b"A"  # SENT DEADLINE: the agent was well at the moment SENT; its workers may run until DEADLINE (0: as long as the agent lives)
 WORKER = b"W"  # PID START: a worker was started
 GONE = b"G"  # PID: a worker was reaped, and its session is empty
-EXCLUDED = b"E"  # PID: a child process of the agent that is no worker
 FOLDER = b"F"  # DEVICE INODE PATH: a temporary folder to remove at the end
 NOTICE = b"N"  # JSON: where to write the agent's death notice, see death_notice.py; empty: nowhere
 
@@ -93,8 +92,6 @@ class Guard:
                 self.evidence.sessions[int(fields[0])] = int(fields[1])
             elif kind == GONE:
                 self.evidence.sessions.pop(int(fields[0]), None)
-            elif kind == EXCLUDED:
-                self.evidence.excluded.add(int(fields[0]))
             elif kind == FOLDER:
                 self.folders.append((int(fields[0]), int(fields[1]), fields[2]))
             elif kind == NOTICE:
@@ -187,6 +184,7 @@ def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
     identity = marks.parse(mark)
     assert identity is not None
     guard = Guard(kills.Evidence(identity, group, strict), deadline)
+    guard.evidence.excluded.add(os.getpid())
     os.set_blocking(0, False)
     poller = select.poll()
     poller.register(0, select.POLLIN)

@@ -27,7 +27,7 @@ class Evidence:
     """Evidence by which the processes of an agent are recognised. Changes while the agent runs.
 
     ``sessions``: the sessions of its workers, with the start time of each worker.
-    ``excluded``: pids of child processes of the agent that are no workers.
+    ``excluded``: pids of child processes of the agent that are no workers: that of the guard.
     ``outside``: sessions of the agent and its ancestors; no process in them is ever killed.
     ``strict``: children of the agent need evidence too, because the agent may adopt strangers (as process 1) or had children
     before it became the agent.

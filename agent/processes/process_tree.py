@@ -106,11 +106,6 @@ class ProcessTree:
             self._evidence.sessions[worker.pid] = worker.started
             self._send(guard.message(guard.WORKER, worker.pid, worker.started))
 
-    def exclude(self, pid: int) -> None:
-        """Never kill this child of the agent: it is no worker, although it is in a session of its own."""
-        self._evidence.excluded.add(pid)
-        self._send(guard.message(guard.EXCLUDED, pid))
-
     def worker_reaped(self, worker: int) -> None:
         """Forget the worker's session unless a process is left in it: the kernel may now give the worker's pid to a stranger."""
         if all(process.session != worker for process in proc.descendants(os.getpid()).values()):
@@ -232,8 +227,6 @@ class ProcessTree:
         self._write, self._guard, self._retry_at = write, started, math.inf
         self._evidence.excluded.add(started.pid)
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._guard_died)
-        for pid in self._evidence.excluded:
-            self._send(guard.message(guard.EXCLUDED, pid))
         for pid, began in self._evidence.sessions.items():
             self._send(guard.message(guard.WORKER, pid, began))
         for data in self._folders.values():

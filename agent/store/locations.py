@@ -120,4 +120,4 @@ def described(store: dict[str, Any]) -> StoreAt:
             return CopyOf(tuple((str(key), str(value).encode()) for key, value in dict(store["data"]).items()))
     except (KeyError, ValueError, TypeError):
         raise StoreError("the agent there is of another version") from None
-    raise StoreError("the agent there has not reached its store yet, or the store is a private etcd")
+    raise StoreError("the agent there has not reached its store yet")

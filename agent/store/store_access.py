@@ -20,7 +20,6 @@ from elastirun import clock
 from elastirun.agent.host import net
 from elastirun.agent.store import shared_store
 from elastirun.agent.store.listening import EVERYWHERE
-from elastirun.agent.store.private_etcd import PrivateEtcd
 from elastirun.agent.store.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import Etcd, LaunchConfig
 from elastirun.errors import StartError, StoreError
@@ -91,7 +90,6 @@ class StoreAccess:
         self.config = config
         self.notices: deque[str] = deque()  # lines for people
         self.key_prefix = shared_store.prefix(config.run_id)  # of every key of this job
-        self.private_etcd: PrivateEtcd | None = None
         self.worker_endpoint: tuple[str, int] | None = None  # address and port of the rendezvous store, if the workers use it too
         self._reached: tuple[str, int] | None = None  # address and port where the store was reached last
         self._address: NodeAddress | None = None
@@ -134,8 +132,6 @@ class StoreAccess:
         """End the store that this agent serves, if it does."""
 
     def close(self) -> None:
-        if self.private_etcd:
-            self.private_etcd.close()
         if self._worker_socket:
             self._worker_socket.close()
 
@@ -204,7 +200,7 @@ class MemoryAccess(StoreAccess):
 
 
 class EtcdAccess(StoreAccess):
-    """An etcd cluster, or an etcd server that the agent starts for itself."""
+    """An etcd cluster."""
 
     outlives_job = True
     exchange_limit = ETCD_LIMIT
@@ -215,26 +211,19 @@ class EtcdAccess(StoreAccess):
         from elastirun.rendezvous.stores.etcd.access import Access
 
         self._etcd = etcd
-        self.private_etcd = None if etcd.endpoints else PrivateEtcd()
         access = Access(etcd.tls, etcd.ca_cert, etcd.cert, etcd.key, etcd.user, etcd.password_file)
-        self._names = [self.private_etcd.endpoint] if self.private_etcd else [str(endpoint) for endpoint in etcd.endpoints]
+        self._names = [str(endpoint) for endpoint in etcd.endpoints]
         self._open = store.connector(self._names, access, etcd.prefix, config.timing.expire, say=self.notices.append)
-        if not self.private_etcd:
-            path = [os.path.abspath(folder) for folder in sys.path]
-            more = {"prefix": etcd.prefix, "expire": config.timing.expire, "path": path}
-            self._for_guard = {"kind": "etcd", "endpoints": self._names, "access": vars(access.anywhere()), **more}
+        path = [os.path.abspath(folder) for folder in sys.path]
+        more = {"prefix": etcd.prefix, "expire": config.timing.expire, "path": path}
+        self._for_guard = {"kind": "etcd", "endpoints": self._names, "access": vars(access.anywhere()), **more}
         self.key_prefix = self.key_prefix.removeprefix(shared_store.JOBS)  # there is no list of jobs; etcd.prefix comes before it
 
     def connect(self, at: Place | None) -> Store:
-        if self.private_etcd:
-            self.private_etcd.check()
         made = self._open()
-        if self.private_etcd:
-            self._reached = ("127.0.0.1", 0)
-        else:
-            endpoint = self._etcd.endpoints[self._names.index(made.endpoint)]
-            found = net.resolve(endpoint.host)
-            self._reached = (found[0] if found else endpoint.host, endpoint.port)
+        endpoint = self._etcd.endpoints[self._names.index(made.endpoint)]
+        found = net.resolve(endpoint.host)
+        self._reached = (found[0] if found else endpoint.host, endpoint.port)
         with suppress(ImportError):  # loading the class holds up the loop, so it is done before this node joins
             torch_class.tcp_store_class()
         self._find_node_address(*self._reached)

@@ -19,7 +19,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's variable: "1" giv
 
 @dataclass(frozen=True)
 class _Store:
-    """The store where the nodes meet. With neither endpoint nor etcd servers it is private to this agent."""
+    """The store where the nodes meet. With neither endpoint nor etcd it is private to this agent."""
 
     endpoint: Endpoint | None = None
     others: tuple[Endpoint, ...] = ()  # of the list, where the store may be once it has moved
@@ -28,7 +28,7 @@ class _Store:
 
     @property
     def private(self) -> bool:
-        return self.endpoint is None and not (self.etcd and self.etcd.endpoints)
+        return self.endpoint is None and self.etcd is None
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.etcd.endpoints)) if self.etcd else str(self.endpoint)
@@ -116,23 +116,23 @@ def _backend(options: GivenOptions, min_nodes: int, max_nodes: int) -> str:
 
 
 def _standalone_backend(options: GivenOptions) -> str:
-    """Return etcd if that is asked for, else c10d. torchrun ignores the other options without a word."""
+    """Return c10d. torchrun ignores the other options without a word."""
     standalone = options.label("standalone")
     given, endpoint = options.text("rdzv_backend"), options.text("rdzv_endpoint")
     if endpoint and not endpoint.strip().endswith(":0"):
         options.warn(f"{options.label('rdzv_endpoint')} is ignored: {standalone} is for this node alone")
-    backend = "etcd" if given == "etcd" else "c10d"
-    if given != backend and options.is_given("rdzv_backend"):
-        options.warn(f"{options.label('rdzv_backend')} is ignored: {standalone} is for this node alone")
-    options.derive("rdzv_backend", backend, standalone)
+    if given != "c10d" and options.is_given("rdzv_backend"):
+        advice = "; to try etcd, start one and give its --rdzv-endpoint in place of --standalone" if given == "etcd" else ""
+        options.warn(f"{options.label('rdzv_backend')} is ignored: {standalone} is for this node alone{advice}")
+    options.derive("rdzv_backend", "c10d", standalone)
     options.derive("rdzv_endpoint", "private", standalone)
-    return backend
+    return "c10d"
 
 
 def _store(options: GivenOptions, conf: parse.RdzvConf, backend: str, max_nodes: int) -> _Store:
     others: list[Endpoint] = []
     if options.flag("standalone"):
-        return _Store(etcd=Etcd(()) if backend == "etcd" else None, why_private=options.label("standalone"))
+        return _Store(why_private=options.label("standalone"))
     if backend == "etcd":
         return _Store(etcd=etcd_of(options, conf))
     if options.has_text("rdzv_endpoint"):

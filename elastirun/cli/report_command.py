@@ -18,15 +18,13 @@ from elastirun.errors import NothingFound, StartError, UsageError
 OUT = "report.html"
 LIBRARY = "plotly is not installed where elastirun runs; pip install '.[report]' in its folder"
 _HELP = f"""\
-usage: elastirun report DIR... [--out={OUT}] [--tensorboard=RUNS]
+usage: elastirun report DIR... [--out={OUT}]
 
 Writes a page about a job that opens in any browser, also offline: who did what when, what the time
 was lost to, and the failures with their stacks. DIR: the folder of --log-dir, with the logs of all
 nodes, or the folder of one node; several are merged.
 
   --out=FILE, -o FILE   the page [{OUT}]
-  --tensorboard=RUNS    write world size, goodput, restarts and step rates as scalars of TensorBoard
-                        into RUNS/elastirun, beside the runs of the script; no page then, unless --out is given
 
 Exit status: 0 written; 2 wrong use; 3 it cannot be made (is plotly missing?); 4 no events there.
 """
@@ -34,12 +32,11 @@ Exit status: 0 written; 2 wrong use; 3 it cannot be made (is plotly missing?); 4
 
 def main(argv: Sequence[str]) -> int:
     """Write the report that ``argv`` asks for. Return the exit code. Raises UsageError, StartError and NothingFound."""
-    from elastirun.report import clocks, page, reader, story, tensorboard, words  # no launch needs them
+    from elastirun.report import clocks, page, reader, story, words  # no launch needs them
 
     parameters: list[click.Parameter] = [
         click.Option(["help", "-h", "--help"], is_flag=True),
         click.Option(["out", "-o", "--out"], callback=_given),
-        click.Option(["tensorboard", "--tensorboard"], callback=_given),
         click.Argument(["folders"], nargs=-1),
     ]
     try:
@@ -57,21 +54,12 @@ def main(argv: Sequence[str]) -> int:
     agents = clocks.align(found.events)
     told = story.tell(agents)
     show("\n".join(words.summary(told)))
-    if given["tensorboard"]:
-        runs = tensorboard.runs(told, agents)
-        for name, data in runs.items():
-            folder = _folder(os.path.join(given["tensorboard"], name))
-            _save(data, os.path.join(folder, tensorboard.file_name(told)), "--tensorboard")
-        count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-        show(f"Written: {count} for TensorBoard in {quote(os.path.join(given['tensorboard'], tensorboard.RUN))}")
-        if not given["out"]:
-            return 0
     out = given["out"] or OUT
     try:
         text = page.page(told, found.left_out)
     except ImportError:
         raise StartError(LIBRARY) from None
-    _save(text.encode(errors="replace"), out, "--out")
+    _save(text.encode(errors="replace"), out)
     return show(f"Written: {quote(out)}")
 
 
@@ -82,16 +70,7 @@ def _given(context: click.Context, option: click.Parameter, path: str | None) ->
     return path
 
 
-def _folder(path: str) -> str:
-    """Make a folder, unless it is there. Raises StartError."""
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise StartError(f"cannot make {quote(path)}: {error.strerror}; give another place with --tensorboard") from None
-    return path
-
-
-def _save(data: bytes, path: str, option: str) -> None:
+def _save(data: bytes, path: str) -> None:
     """Write a file for its owner alone, as the logs are, in one piece. Raises StartError."""
     folder = os.path.dirname(os.path.abspath(path))
     try:
@@ -104,4 +83,4 @@ def _save(data: bytes, path: str, option: str) -> None:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        raise StartError(f"cannot write {quote(path)}: {error.strerror}; give another place with {option}") from None
+        raise StartError(f"cannot write {quote(path)}: {error.strerror}; give another place with --out") from None

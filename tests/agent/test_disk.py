@@ -359,13 +359,11 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("options", "code"), [((), 0), (("--standalone", "--rdzv-backend=etcd"), 202)])
-def test_without_a_folder_for_temporary_files_a_job_runs_unless_it_needs_one(options: tuple[str, ...], code: int) -> None:
+def test_a_job_runs_without_a_folder_for_temporary_files() -> None:
     """A container's file system may be read-only."""
-    command = [sys.executable, "-c", NO_TEMPORARY_FOLDER, *options, "--no-python", "true"]
-    environment = {**os.environ, "ELASTIRUN_ETCD_BINARY": sys.executable}
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    command = [sys.executable, "-c", NO_TEMPORARY_FOLDER, "--no-python", "true"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert "No usable temporary directory found" in done.stderr
 
 

@@ -153,6 +153,7 @@ def test_node_rank_and_host(line: str, rank: int | None, host: bool | None) -> N
     [
         ("--standalone --rdzv-endpoint=h:1 t.py", "--rdzv-endpoint is ignored"),
         ("--standalone --rdzv-backend=etcd-v2 t.py", "--rdzv-backend is ignored"),
+        ("--standalone --rdzv-backend=etcd t.py", "to try etcd, start one and give its --rdzv-endpoint in place of --standalone"),
         ("--rdzv-backend=etcd-v2 --rdzv-endpoint=h t.py", "version 3 of its API"),
         ("--rdzv-backend=etcd --rdzv-endpoint=h --rdzv-conf=user=u,password_file=f t.py", "goes over the network as it is"),
         ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-conf=cacert=f t.py", "cacert has no effect"),
@@ -234,8 +235,6 @@ def test_etcd() -> None:
     config = config_of(f"--nnodes=1:4 --rdzv-id=j --rdzv-backend=etcd --rdzv-endpoint=https://a,https://b:7 --rdzv-conf={conf} t.py")
     assert config.etcd == Etcd((Endpoint("a", 2379), Endpoint("b", 7)), True, "/ca", "/c", "/k", "u", "/p", "/jobs/")
     assert (config.endpoint, config.standalone, config.min_nodes, config.max_nodes) == (None, False, 1, 4)
-    alone = config_of("--standalone --rdzv-backend=etcd t.py")
-    assert (alone.etcd, alone.standalone) == (Etcd(()), True)
     assert config_of("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=protocol=https t.py").etcd == Etcd((Endpoint("a", 2379),), True)
     assert config_of("--rdzv-backend=static --rdzv-endpoint=a t.py").etcd is None
 

@@ -17,21 +17,6 @@ KILLED = "the_lane_of_a_killed_agent_ends_when_the_others_noticed_and_goes_on_wi
 SHIFT = "shift if abs(shift) > DELAY else 0.0"
 MUTANTS = (
     mutant(
-        "steps never go back in TensorBoard",
-        *("tensorboard", "highest, following = max(highest, following[1]), next", "highest, following = following[1], next"),
-        *("tensorboard", "where_steps_are_numbered_they_are_the_axis_and_never_go_back"),
-    ),
-    mutant(
-        "no name of a node leads out of the folder of runs",
-        *("tensorboard", 're.sub(r"[^A-Za-z0-9._-]|^\\.+", "_", name)[:100]', "name[:100]"),
-        *("tensorboard", "names_of_nodes_stay_below_the_folder"),
-    ),
-    mutant(
-        "checksums are masked",
-        *("tensorboard", "((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF", "crc"),
-        *("tensorboard", "the_job_and_each_node_are_a_run"),
-    ),
-    mutant(
         "a node that sits out is no fault",
         *("story", "            self.fault, self.round = None, 0\n", ""),
         *("story", "a_node_that_sits_out_has_a_state_of_its_own_and_costs_no_fault"),

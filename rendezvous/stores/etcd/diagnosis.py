@@ -83,11 +83,6 @@ def _something_else(reply: bytes) -> Diagnosis:
 
 
 def _connect(endpoint: str) -> socket.socket:
-    if endpoint.startswith("unix:"):  # a private etcd's
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(LIMIT)
-        connection.connect(endpoint.removeprefix("unix:"))
-        return connection
     return socket.create_connection((_host(endpoint), int(endpoint.rpartition(":")[2])), LIMIT)
 
 

@@ -1,4 +1,4 @@
-"""Which etcd server an agent starts for itself."""
+"""Which etcd server the tests start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.store.private_etcd import find_binary
+from tests.support.etcd_server import find_binary
 
 
 def test_the_variable_goes_before_path_and_path_before_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
