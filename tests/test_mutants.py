@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.mutants import AGAIN, ROOT, SHARE, Mutant, again, due
 
-PARTS = ("agent", "checkpoint", "cli", "rendezvous", "report", "train")
+PARTS = ("agent", "checkpoint", "rendezvous", "train")
 
 
 def mutants(part: str) -> tuple[Mutant, ...]:

@@ -83,11 +83,6 @@ MUTANTS = (
         *("machine", "nodes_that_come_and_go_extend_the_last_call_to_five_times_at_most"),
     ),
     mutant(
-        "the last call begins when there are enough nodes",
-        *("store_link", "(1 if view.record.open else self.rules.min_nodes)", "1"),
-        *("machine", "the_last_call_is_not_over_when_there_are_enough_at_last"),
-    ),
-    mutant(
         "newcomers that come and go do not hold up another one without end",
         *("machine", "self.store.same.settled_since(self.rules.debounce)", "self.store.same.candidates.since"),
         *("machine", "newcomers_that_crash_keep_a_sound_one_waiting_for_five_times_the_wait_at_most"),
@@ -126,11 +121,6 @@ MUTANTS = (
         "a success is of this very round",
         *("peers/view", "row.succeeded == self.record.round", "row.succeeded > 0"),
         *("formation", "success_is_of_the_very_round"),
-    ),
-    mutant(
-        "blame comes before time",
-        *("failures", "(f.blame, f.after, f.rank)", "(f.after, f.rank)"),
-        *("machine", "the_budget_is_the_jobs_and_its_end_reaches_every_node_with_the_root_cause"),
     ),
     mutant(
         "what one has found lost is lost for all",
@@ -187,21 +177,6 @@ MUTANTS = (
         "time counts from when a change was received",
         *("peers/liveness", "_Seen(seq, received, proven=seen is not None)\n", "_Seen(seq, started, proven=seen is not None)\n"),
         *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
-    ),
-    mutant(
-        "one's own trouble with the store excuses the others",
-        *("store_link", "self.live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))", "pass"),
-        *("silence", "after_trouble_with_the_store_the_others_have_their_time_anew"),
-    ),
-    mutant(
-        "the last to find the store back has some seconds more than the first",
-        *("store_link", "RECONNECT_SPREAD if self.rules.lasting else", "0.0 if self.rules.lasting else"),
-        *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
-    ),
-    mutant(
-        "after a standstill of the store's host the others have some seconds to find the store",
-        *("store_link", "RECONNECT_SPREAD if without_store else 0.0", "0.0"),
-        *("silence", "after_a_standstill_of_the_stores_host_the_others_have_some_seconds_to_find_the_store"),
     ),
     mutant(
         "a keep-alive of before the trouble is no sign of life",
@@ -435,35 +410,6 @@ MUTANTS = (
         *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
     ),
     mutant(
-        "a running node reads three rows, not all",
-        *("peers/polling", "            return watched\n", "            return None\n"),
-        *("machine", "a_running_node_reads_three_rows_however_many_there_are"),
-    ),
-    mutant(
-        "of a large round many rows are read then, not all",
-        *("peers/polling", "if more_lost and not (record.open and len(record.members) > WIDE):", "if more_lost:"),
-        *("polling", "while_several_may_be_lost_many_are_watched_and_all_of_a_small_round"),
-    ),
-    mutant(
-        "a thousand nodes look at all rows more seldom",
-        *(
-            "peers/polling",
-            "return max(shortest, nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest",
-            "return shortest",
-        ),
-        *("polling", "a_thousand_nodes_do_that_more_seldom_as_long_as_somebody_is_first_in_line"),
-    ),
-    mutant(
-        "not where nobody is first in line",
-        *("peers/polling", "nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest", "nodes**2 / ROWS_PER_SECOND)"),
-        *("polling", "a_thousand_nodes_do_that_more_seldom_as_long_as_somebody_is_first_in_line"),
-    ),
-    mutant(
-        "only those first in line read all rows",
-        *("peers/polling", "or self.is_first(record, away, own_store_id):", "or True:"),
-        *("scale", "no_node_but_those_first_in_line_reads_all_rows"),
-    ),
-    mutant(
         "who is ready for another round is not ready for this one",
         *("peers/view", "if row is not None and row.round == self.record.round]", "if row is not None]"),
         *("steps", "a_member_that_is_ready_for_another_round_is_not_ready_for_this_one"),
@@ -588,11 +534,6 @@ MUTANTS = (
         "who has given up its standby store serves another one",
         *("store_tracker", "        self._standby = 0\n        return [Reconnect()]", "        return [Reconnect()]"),
         *("majority", "who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_next_one"),
-    ),
-    mutant(
-        "a standby store that a node has given up is another one than its next",
-        *("wire/records", 'return f"{self.id}:{self.port}"', "return self.id"),
-        *("majority", "each_node_can_host_the_store_again_and_again"),
     ),
     mutant(
         "a store that cannot move needs no majority",
@@ -844,24 +785,9 @@ MUTANTS = (
     ),
     # Pushes and polls.
     mutant(
-        "who has just taken a step polls quickly",
-        *("peers/polling", "quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)", "quick = FORMING_POLL"),
-        *("polling", "a_node_that_has_just_taken_a_step_polls_quickly_and_ever_more_slowly_while_it_waits"),
-    ),
-    mutant(
         "the machine says since when it waits",
         *("machine", "self._now - self._waiting.since, takes_over)", "self._now, takes_over)"),
         *("steps", "a_node_that_has_stopped_its_workers_soon_reads_the_others_rows_again"),
-    ),
-    mutant(
-        "a wait that lasts is polled less often",
-        *("peers/polling", "POLLS_OF_WAIT * waited, ", ""),
-        *("polling", "quick_polls_are_few_however_long_the_wait"),
-    ),
-    mutant(
-        "a slow store is not polled quickly",
-        *("peers/polling", ", PAUSE_OF_POLL * took)", ")"),
-        *("polling", "a_slow_store_is_not_polled_quickly"),
     ),
     mutant(
         "an answer has one limit, however many parts it comes in",
@@ -927,11 +853,6 @@ MUTANTS = (
         "a connection that was given up is not heard",
         *("store_thread", "if connection is self._connection:", "if True:"),
         *("store_thread", "a_store_that_tells_of_a_change_wakes_the_loop_and_is_no_answer"),
-    ),
-    mutant(
-        "a store that is back in time is found before the grace is over",
-        *("peers/contact", "min(now + backoff, max(now + beat, self.last + store_grace - EXCHANGE_LIMIT))", "now + backoff"),
-        *("contact", "a_store_that_is_back_in_time_is_found_before_the_grace_is_over"),
     ),
     # The store survives its host.
     mutant(
@@ -1314,11 +1235,6 @@ MUTANTS = (
         "the last word of a node that leaves is no doubt",
         *("failover/succession", "v.id not in v.gone and v.record.term", "v.record.term"),
         *("majority", "the_last_word_of_a_node_that_leaves_is_no_doubt"),
-    ),
-    mutant(
-        "the nodes of a large job do not read all rows together",
-        *("peers/polling", "self._all_interval(record, away) * self._own_factor", "self._all_interval(record, away)"),
-        *("polling", "a_thousand_nodes_that_begin_to_wait_together_do_not_all_read_all_rows_together"),
     ),
     mutant(
         "a member is sent nowhere",
