@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -88,6 +89,11 @@ def sources() -> Iterator[tuple[str, Path]]:
                 yield ".".join((package, *(part for part in parts if part != "__init__"))), path
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.Module, module: str, package: bool) -> Iterator[tuple[str, bool, int]]:
     """(imported name, is it needed when this module is imported, line) of each import statement."""
 
@@ -111,11 +117,11 @@ def inside(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def violations(module: str, source: str, package: bool = False) -> list[str]:
+def violations(module: str, tree: ast.Module, package: bool = False) -> list[str]:
     """The imports of ``module`` that its layer forbids, as ``name: line: import``."""
     layer = next(layer for layer in LAYERS if inside(module, (layer.name,)))
     found = []
-    for name, eager, line in imports(ast.parse(source), module, package):
+    for name, eager, line in imports(tree, module, package):
         allowed = name.split(".")[0] in sys.stdlib_module_names or inside(name, (layer.name, *layer.also))
         lazily = not eager and inside(name, layer.in_functions)
         if inside(name, layer.never) or not (allowed or lazily):
@@ -124,7 +130,7 @@ def violations(module: str, source: str, package: bool = False) -> list[str]:
 
 
 def test_every_module_keeps_to_its_layer() -> None:
-    assert [text for module, path in sources() for text in violations(module, path.read_text(), path.name == "__init__.py")] == []
+    assert [text for module, path in sources() for text in violations(module, tree_of(path), path.name == "__init__.py")] == []
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,7 @@ def test_every_module_keeps_to_its_layer() -> None:
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str) -> None:
-    assert len(violations(module, source)) == 1
+    assert len(violations(module, ast.parse(source))) == 1
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,7 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
     ],
 )
 def test_an_allowed_import_is_not(module: str, source: str) -> None:
-    assert violations(module, source) == []
+    assert violations(module, ast.parse(source)) == []
 
 
 def cycle(sources: Mapping[str, ast.Module]) -> list[str]:
@@ -205,7 +211,7 @@ def cycle(sources: Mapping[str, ast.Module]) -> list[str]:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert cycle({module: ast.parse(path.read_text()) for module, path in sources()}) == []
+    assert cycle({module: tree_of(path) for module, path in sources()}) == []
 
 
 @pytest.mark.parametrize(
@@ -244,10 +250,10 @@ def room(package: str, name: str) -> str:
     return name.removeprefix(f"{package}.").partition(".")[0] if name.startswith(f"{package}.") else ""
 
 
-def climbing(package: str, module: str, source: str, folder: bool = False) -> list[str]:
+def climbing(package: str, module: str, tree: ast.Module, folder: bool = False) -> list[str]:
     """The imports of ``module`` that lead to a room above its own, also those in functions and for types alone."""
     floors, found = FLOORS[package], []
-    for name, _, line in imports(ast.parse(source), module, folder):
+    for name, _, line in imports(tree, module, folder):
         own, other = room(package, module), room(package, name)
         if own and other in floors and floors.index(other) > floors.index(own):
             found.append(f"{module}:{line}: {own} imports {other}, which is above it")
@@ -258,13 +264,13 @@ def climbing(package: str, module: str, source: str, folder: bool = False) -> li
 def test_no_room_imports_one_above_it(package: str) -> None:
     ours = [(module, path) for module, path in sources() if room(package, module)]
     assert {room(package, module) for module, _ in ours} == {*FLOORS[package]}
-    assert [text for module, path in ours for text in climbing(package, module, path.read_text(), path.name == "__init__.py")] == []
+    assert [text for module, path in ours for text in climbing(package, module, tree_of(path), path.name == "__init__.py")] == []
 
 
 def test_an_import_of_a_room_above_is_found() -> None:
     above = "if TYPE_CHECKING:\n    from elastirun.agent.status.health import Health"
-    assert len(climbing("elastirun.agent", "elastirun.agent.hangs.watch", above)) == 1
-    assert climbing("elastirun.agent", "elastirun.agent.hangs.watch", "from ..observe import events") == []
+    assert len(climbing("elastirun.agent", "elastirun.agent.hangs.watch", ast.parse(above))) == 1
+    assert climbing("elastirun.agent", "elastirun.agent.hangs.watch", ast.parse("from ..observe import events")) == []
 
 
 def test_no_folder_has_too_many_files() -> None:
@@ -288,7 +294,7 @@ def test_nothing_is_unpickled() -> None:
     found = [
         f"{path}:{line}"
         for module, path in sources()
-        for name, _, line in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
+        for name, _, line in imports(tree_of(path), module, path.name == "__init__.py")
         if (name.split(".")[0] in UNPICKLERS and (module, name) != (METADATA, "pickle"))
         or (name.startswith("multiprocessing") and module not in SPAWNERS)
     ]
@@ -298,7 +304,7 @@ def test_nothing_is_unpickled() -> None:
 def test_functions_are_short_and_classes_well_named() -> None:
     found = []
     for path in [path for _, path in sources()] + list((ROOT / "examples").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, FUNCTION) and (node.end_lineno or 0) - node.lineno + 1 > 60:
                 found.append(f"{path}:{node.lineno}: {node.name} is longer than 60 lines")
             if isinstance(node, ast.ClassDef) and node.name.endswith(BANNED_SUFFIXES):
@@ -316,7 +322,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 
 def test_no_class_has_too_many_attributes() -> None:
-    classes = [node for _, path in sources() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    classes = [node for _, path in sources() for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
     assert {node.name for node in classes if len(attributes(node)) > MOST_ATTRIBUTES} == set()
 
 

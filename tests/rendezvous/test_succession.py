@@ -495,13 +495,17 @@ def test_an_owner_that_gives_up_ends_with_its_store_lost() -> None:
     owner = next(node for node in others if node.machine.store.forward is not None)
     word = RoundRecord("", moved=Place("n9", "10.0.0.9", 2000, "another"))
 
-    def is_told() -> bool:
+    def tell() -> None:
         owner.post(lambda now: FoundAtStart(now, word))
+        world.at(1.0, tell)
+
+    def ends() -> bool:
         return owner.finish is not None
 
-    assert not world.run(3 * world.rules.store_grace, is_told), "its round runs"
+    tell()
+    assert not world.run(3 * world.rules.store_grace, ends), "its round runs"
     next(node for node in others if node is not owner).crash()
-    assert world.run(3 * world.rules.store_grace, is_told) and owner.outcome is Outcome.STORE_LOST
+    assert world.run(3 * world.rules.store_grace, ends) and owner.outcome is Outcome.STORE_LOST
 
 
 def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
