@@ -1,4 +1,5 @@
 # make train      set up .venv (once) and train the example under elastirun with two workers
+# make quick      while you work: style, types, layers and the tests that need no process, within a minute (TESTS=tests/agent/test_guard.py: these, too)
 # make test       every check and test, but for those that take longest
 # make test-long  these
 # make test-loaded  the tests alone, while other work takes every processor: no test may ask for what a busy machine cannot keep
@@ -33,6 +34,11 @@ PYTEST_OPTIONS := -q -n 4 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 TESTS :=
 
+# Decisions, which are pure: their tests take a minute together.
+QUICK := $(addprefix tests/rendezvous/test_,$(addsuffix .py,codec contact death_notice failures formation liveness polling rules silence split steps sync timing transcripts updates)) \
+  $(addprefix tests/agent/test_,$(addsuffix .py,account classify hang_causes job_status step_rates stragglers strikes)) \
+  tests/cli/test_parse.py tests/cli/test_resolve.py tests/cli/test_detect.py tests/checkpoint/test_record.py tests/report/test_story.py
+
 # The versions of torch that the tests are run with beside that in constraints.txt; elastirun/train/torch_private.py names the ends of the range.
 TORCHES := 2.6.0 2.13.0 2.14.1
 TORCH := $(lastword $(TORCHES))
@@ -43,11 +49,14 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_ARCH ?= x86_64
 GPU_PARTS :=
 
-.PHONY: train test test-long test-loaded test-preload test-torch mutants failover gpu gpu-wheels nightly lint venv clean
+.PHONY: train quick test test-long test-loaded test-preload test-torch mutants failover gpu gpu-wheels nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
 	$(BIN)/elastirun --standalone --nproc-per-node=2 examples/train.py
+
+quick: lint
+	$(PYTEST) tests/test_layers.py $(QUICK) $(TESTS)
 
 test: lint
 	$(PYTEST) $(TESTS)

@@ -1,4 +1,4 @@
-"""Run histories.
+"""Random histories of the rendezvous in a simulated world; the first that breaks a promise is shrunk.
 
     python -m tests.sim --seeds 0:2000          how many held, and the first that did not, shrunk
     python -m tests.sim --replay 1234           one seed, with its transcript

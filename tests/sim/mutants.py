@@ -1,4 +1,4 @@
-"""Find the first seed that notices that a rule is taken out, for every mutant of tests/rendezvous/test_mutants.py.
+"""Find the first random history that notices that a rule is taken out, for every mutant of tests/rendezvous/test_mutants.py.
 
     python -m tests.sim.mutants --seeds 2000
     python -m tests.sim.mutants --seeds 2000 --only succession quorum --torn          # those of one part of the rendezvous

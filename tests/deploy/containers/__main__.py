@@ -1,4 +1,4 @@
-"""Run Jobs in real containers: python -m tests.deploy.containers [--keep FOLDER] [SCENARIO ...]
+"""Pods of a Job in real containers: evicted, killed, paused, scaled. [--keep FOLDER] [SCENARIO ...]
 
 Without a name all scenarios run. As root, with podman, buildah, runc, netavark, aardvark-dns, mmdebstrap and kubectl. --keep uses FOLDER
 again, which saves most of the time of the images; else nothing is left behind.
