@@ -8,7 +8,6 @@ record, and so learns the end of the job. The decisions are those of ``strikes.p
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from enum import Enum
@@ -30,6 +29,7 @@ from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import SitsOut, Synced, WorkersStopped
 from elastirun.rendezvous.wire.records import ExitRecord, RoundRecord
 from elastirun.rendezvous.wire.sync import SyncProtocol, execute
+from elastirun.threads import start_thread
 
 LOOK_LIMIT = 2.0  # seconds for the look at all rows, for which the next round waits; it takes milliseconds
 GLANCE = 0.02  # seconds between two glances at whether that look is done
@@ -50,12 +50,7 @@ class Look:
 
     def __init__(self, store: dict[str, Any], prefix: str, token: bytes | None) -> None:
         self.found: Synced | None = None  # None: not there, or not yet
-        self.done = False
-        thread = threading.Thread(target=self._run, args=(store, prefix, Codec(token)), name="strikes", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the limit of threads is reached
-            self.done = True
+        self.done = start_thread("strikes", self._run, store, prefix, Codec(token)) is None
 
     def _run(self, store: dict[str, Any], prefix: str, codec: Codec) -> None:
         with suppress(StoreError, StartError):

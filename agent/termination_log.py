@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from elastirun.agent.failures.classify import last_words
 from elastirun.agent.processes import marks
 from elastirun.rendezvous.failures import root_cause, signal_name
 from elastirun.rendezvous.wire.records import ExitRecord
+from elastirun.threads import NONE_LEFT, start_thread
 
 DEFAULT = "/dev/termination-log"  # where Kubernetes expects it, unless a container's terminationMessagePath says otherwise
 VARIABLE = "ELASTIRUN_TERMINATION_LOG"  # another path; empty: no message
@@ -90,13 +90,10 @@ def write(fields: Mapping[str, str | int | None], environ: Mapping[str, str] = o
         except (OSError, ValueError) as error:
             trouble[0] = getattr(error, "strerror", None) or str(error)
 
-    thread = threading.Thread(target=try_it, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:  # no thread is left
-        trouble[0] = str(error)
-    else:
+    if (thread := start_thread("termination log", try_it)) is not None:
         thread.join(LIMIT)
+    else:
+        trouble[0] = NONE_LEFT
     return trouble[0] and f"cannot write the termination message to {to}: {trouble[0]}"
 
 

@@ -21,6 +21,7 @@ from elastirun.rendezvous.wire.events import Changed, SyncFailed
 from elastirun.rendezvous.wire.exchanges import CONNECT_LIMIT, Answer, Exchanges
 from elastirun.rendezvous.wire.records import Place
 from elastirun.rendezvous.wire.sync import SyncProtocol
+from elastirun.threads import NONE_LEFT, start_thread
 
 HANGING = 4  # abandoned threads that may hang at one store before a new one is delayed; each further one doubles the delay
 HANGING_ELSEWHERE = 60  # abandoned threads that may hang at earlier stores; each further one counts as one at the store in question
@@ -80,11 +81,8 @@ class StoreThread(Exchanges[Connection]):
         delay = self._connect_limit * min(2.0 ** (hanging - HANGING), LONGEST_DELAY) if hanging >= HANGING else 0.0
         if clock.now() < self._started + delay:
             return f"{hanging} connections hang; the host of the store accepts them and does not answer"
-        thread = threading.Thread(target=self._serve, args=(connection,), name="store", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the limit of processes is reached, for a while perhaps
-            return f"{error} (see ulimit -u, or pids.max of the control group)"
+        if (thread := start_thread("store", self._serve, connection)) is None:  # for a while perhaps
+            return NONE_LEFT
         connection.thread, self._started = thread, clock.now()
         return ""
 

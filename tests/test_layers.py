@@ -33,8 +33,8 @@ class Layer:
 
 
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
-EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.linux", "elastirun.secret_files")
-SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
+EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.linux", "elastirun.secret_files", "elastirun.threads")
+SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.threads", "elastirun.__version__")
 PAGE = "elastirun.worker.progress_page"
 LINUX = "elastirun.linux"
 LIVE = "elastirun.worker.live_messages"
@@ -55,7 +55,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.workers.parking", never=EFFECTS),
     Layer("elastirun.agent.processes.preload.forkserver", in_functions=("elastirun.worker.optimizer_steps",)),  # in workers
     Layer("elastirun.agent.status.metrics", in_functions=("prometheus_client",)),
-    Layer("elastirun.agent.observe.tracing", ("elastirun.agent.observe.events",), in_functions=("opentelemetry",)),
+    Layer("elastirun.agent.observe.tracing", ("elastirun.agent.observe.events", "elastirun.threads"), in_functions=("opentelemetry",)),
     Layer("elastirun.report", ("elastirun.errors",), in_functions=("plotly",)),
     Layer("elastirun.agent.status.own_agents", ("elastirun.agent", "elastirun.worker.agent_socket")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, LIVE, LINUX, "psutil", *SHARED), in_functions=("torch",)),

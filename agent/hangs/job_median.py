@@ -16,6 +16,7 @@ from typing import Any
 from elastirun.agent.hangs.stragglers import Median
 from elastirun.agent.store.node_reports import Meeting, NodeReports
 from elastirun.errors import StartError, StoreError
+from elastirun.threads import start_thread
 
 TOPIC, MEDIAN = "steps", "median"  # names of keys, see ``NodeReports``
 MOST_WORKERS = 1024  # of one node
@@ -70,9 +71,7 @@ class JobTimes:
         if meeting.fence != self._fence:
             self._fence, self._found = meeting.fence, {}
         own = NodeTimes(meeting.fence, self._window, tuple(round(one, 6) for one in seconds if one >= 0.0)[:MOST_WORKERS])
-        self._thread = threading.Thread(target=self._run, args=(meeting, own), name="step-times", daemon=True)
-        with suppress(RuntimeError):  # the limit of threads is reached
-            self._thread.start()
+        self._thread = start_thread("step-times", self._run, meeting, own)
 
     def _run(self, meeting: Meeting, own: NodeTimes) -> None:
         with suppress(StoreError, StartError), closing(NodeReports(meeting, TOPIC)) as reports:

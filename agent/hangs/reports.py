@@ -17,6 +17,7 @@ from elastirun.agent.hangs.causes import WorkerState, judge
 from elastirun.agent.store.node_reports import Meeting, NodeReports
 from elastirun.errors import StoreError
 from elastirun.rendezvous.wire.codec import MAX_INT, clip
+from elastirun.threads import start_thread
 
 PAUSE = 0.25  # seconds between two reads of the store
 LONGEST_PLACE = 200  # characters
@@ -59,8 +60,7 @@ class HangReports:
         short = (replace(one, steps=min(one.steps, MAX_INT), place=clip(one.place, LONGEST_PLACE)) for one in workers)
         self._own = Report(meeting.fence, secrets.token_hex(8), tuple(short))
         self._closed = threading.Event()
-        with suppress(RuntimeError):  # the limit of threads is reached
-            threading.Thread(target=self._run, name="hang-reports", daemon=True).start()
+        start_thread("hang-reports", self._run)
 
     def close(self) -> None:
         """The hang is over, or its round."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastirun.agent.observe import events
+from elastirun.threads import NONE_LEFT, start_thread
 
 TURN_ON = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 OTLP = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}  # names of exporters, by OpenTelemetry's name of the protocol
@@ -97,20 +97,18 @@ class Tracing:
         self._environ, self._resource, self._notice = environ, resource, notice
         self._began = time.time()
         self._waiting: queue.Queue[tuple[events.Event, float] | None] = queue.Queue(MOST_WAITING)
-        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the limit of processes is reached
-            notice(f"warning: no spans are sent to OpenTelemetry: {error}")
+        self._thread = start_thread("spans", self._run)
+        if self._thread is None:
+            notice(f"warning: no spans are sent to OpenTelemetry: {NONE_LEFT}")
 
     def take(self, event: events.Event, at: float) -> None:
         """Queue an event that happened at ``at``, seconds since the epoch."""
-        if self._thread.is_alive() and not self._waiting.full():
+        if self._thread is not None and self._thread.is_alive() and not self._waiting.full():
             self._waiting.put_nowait((event, at))
 
     def close(self) -> None:
         """Send what is queued, for ``LAST_SPANS`` seconds at most."""
-        if self._thread.is_alive() and not self._waiting.full():
+        if self._thread is not None and self._thread.is_alive() and not self._waiting.full():
             self._waiting.put_nowait(None)
             self._thread.join(LAST_SPANS)
 

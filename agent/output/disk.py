@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from elastirun import clock
+from elastirun.threads import start_thread
 
 T = TypeVar("T")
 
@@ -145,13 +146,8 @@ class DiskThread:
 
     def _started(self) -> bool:
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="disk", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # this user or container has reached its limit of threads
-                return False
-            self._thread = thread
-        return True
+            self._thread = start_thread("disk", self._run)
+        return self._thread is not None
 
     def _run(self) -> None:
         while True:

@@ -11,7 +11,6 @@ import importlib
 import json
 import select
 import sys
-import threading
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from elastirun.rendezvous.failover.succession import standbys
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import Place, Vote
 from elastirun.rendezvous.wire.sync import SyncProtocol, execute
+from elastirun.threads import start_thread
 
 PAUSES = (0.1, 0.4, 1.0)  # seconds between tries: a store that is away for longer is found too late to be of use
 STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and for each of its answers
@@ -95,15 +95,14 @@ def tell_standbys(notice: Notice, told: set[str]) -> bool:
         return False
     places = {place.id: place for place in standbys(vote.record) if place.id != notice.me}
     until = clock.now() + TELL_LIMIT
-    threads = [threading.Thread(target=_tell, args=(notice, vote, places[i], told), daemon=True) for i in places.keys() - told]
+    threads = []
+    for place in (places[i] for i in places.keys() - told):
+        if (thread := start_thread("death notice", _tell, notice, vote, place, told)) is not None:
+            threads.append(thread)
+        else:
+            _tell(notice, vote, place, told)
     for thread in threads:
-        try:
-            thread.start()
-        except RuntimeError:  # the limit of processes is reached
-            thread.run()
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join(max(0.0, until - clock.now()))
+        thread.join(max(0.0, until - clock.now()))
     return told >= places.keys()
 
 

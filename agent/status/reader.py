@@ -35,6 +35,7 @@ from elastirun.rendezvous.wire.codec import Codec, clip
 from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import Place, RoundRecord
 from elastirun.rendezvous.wire.sync import OWNER, SyncProtocol, execute
+from elastirun.threads import start_thread
 
 LOOK_LIMIT = 3.0  # seconds for one look at all endpoints
 LATER_LIMIT = 0.2  # seconds for the others to answer, once one of them has shown the job: machines that are down never do
@@ -319,12 +320,13 @@ def _answers(questions: Mapping[str, Callable[[], _Answer]], later: float) -> It
     ``later``: the most seconds to wait after the first answer that shows a job.
     """
     results: queue.SimpleQueue[tuple[str, _Answer]] = queue.SimpleQueue()
+
+    def ask(name: str) -> None:
+        results.put((name, questions[name]()))
+
     for name in questions:
-        thread = threading.Thread(target=lambda name=name: results.put((name, questions[name]())), name="status", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the limit of processes is reached
-            thread.run()
+        if start_thread("status", ask, name) is None:
+            ask(name)
     until = limit = clock.now() + LOOK_LIMIT
     waiting = dict.fromkeys(questions)
     with suppress(queue.Empty):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from elastirun.agent.status import own_agents
 from elastirun.rendezvous.wire.records import Member
+from elastirun.threads import start_thread
 
 GPU = "/dev/nvidia0"  # there is one on this machine
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -33,9 +32,7 @@ def warn_of_twins(members: Sequence[Member], rank: int, job: str, own: str, mine
     """
     twins = [m for m in members if (m.name, m.address) == (members[rank].name, members[rank].address)]
     if len(twins) > 1 and os.path.exists(GPU):
-        asks = threading.Thread(target=_ask, args=(job, own, mine, say), name="shared-devices", daemon=True)
-        with suppress(RuntimeError):  # no thread can be started: this is only a hint
-            asks.start()
+        start_thread("shared-devices", _ask, job, own, mine, say)
 
 
 def _ask(job: str, own: str, mine: str, say: Callable[[str], None]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from elastirun import clock
+from elastirun.threads import start_thread
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,12 +21,13 @@ def at_once(function: Callable[[T], R], items: Sequence[T], limit: float) -> dic
     """
     until = clock.now() + limit
     results: queue.SimpleQueue[tuple[T, R]] = queue.SimpleQueue()
+
+    def call(item: T) -> None:
+        results.put((item, function(item)))
+
     for item in items:
-        thread = threading.Thread(target=lambda item=item: results.put((item, function(item))), name="at once", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the limit of processes is reached
-            thread.run()
+        if start_thread("at once", call, item) is None:
+            call(item)
     found: dict[T, R] = {}
     with suppress(queue.Empty):
         while len(found) < len(items):

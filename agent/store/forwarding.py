@@ -19,6 +19,7 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.wire.records import Place, RoundRecord
 from elastirun.rendezvous.wire.sync import SyncProtocol, execute
+from elastirun.threads import NONE_LEFT, start_thread
 
 FORWARD_EVERY = 0.3  # seconds between two tries; a node that comes up there reads its store at least twice before it forms a round
 FORWARD_LIMIT = 1.0  # seconds to connect, and for each answer; mostly nobody is there
@@ -51,15 +52,12 @@ class Forwarding:
 
     def start_threads(self) -> str:
         """Start the threads that do not run yet. Return a line for people when one cannot be started, the first time; else nothing."""
-        try:
-            while self._without_thread:
-                number, endpoint = self._without_thread[0]
-                threading.Thread(target=self._run, args=(endpoint, number == 0), name="forwarding", daemon=True).start()
-                self._without_thread.pop(0)
-        except RuntimeError as error:  # the limit of processes is reached, for a while perhaps
-            said, self._said = self._said, True
-            why = f"{error} (see ulimit -u, or pids.max of the control group)"
-            return "" if said else f"warning: cannot yet tell nodes that come where the store of this job is: {why}"
+        while self._without_thread:
+            number, endpoint = self._without_thread[0]
+            if start_thread("forwarding", self._run, endpoint, number == 0) is None:  # for a while perhaps
+                said, self._said = self._said, True
+                return "" if said else f"warning: cannot yet tell nodes that come where the store of this job is: {NONE_LEFT}"
+            self._without_thread.pop(0)
         return ""
 
     def close(self) -> None:
@@ -101,11 +99,9 @@ class _Name:
         if net.is_number(self._host):
             return net.resolve(self._host)
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._look_up, name="look-up", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # the limit of processes is reached
-                self._thread.run()
+            self._thread = start_thread("look-up", self._look_up)
+            if self._thread is None:
+                self._look_up()
         return self._known
 
     def _look_up(self) -> None:

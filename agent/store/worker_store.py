@@ -21,6 +21,7 @@ from typing import Any
 from elastirun.agent.host import net
 from elastirun.errors import StartError
 from elastirun.rendezvous.stores import tcp, torch_class
+from elastirun.threads import NONE_LEFT, start_thread
 
 
 class WorkerStore:
@@ -76,11 +77,9 @@ class WorkerStore:
             current = self._given.dup()
         else:
             current, self._listening = self._listening, self._listen_for_next_round()
-        try:
-            threading.Thread(target=self._serve, args=(current, self._serving), name="worker-store", daemon=True).start()
-        except RuntimeError:  # the limit of processes and threads is reached
+        if start_thread("worker-store", self._serve, current, self._serving) is None:
             current.close()
-            raise StartError("cannot serve the workers' store: no thread can be started; raise this machine's limit of processes") from None
+            raise StartError(f"cannot serve the workers' store: {NONE_LEFT}")
 
     def _listen(self) -> socket.socket:
         found = net.listen_on(self._address, self._ports)

@@ -9,13 +9,13 @@ That training has ended: a worker that cannot reach the store cannot say so itse
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.threads import start_thread
 from elastirun.worker.live_messages import store_prefix
 
 AGAIN = 0.05  # seconds between two attempts: the agent of node rank 0 may still be importing torch, to serve the store
@@ -47,5 +47,4 @@ def _write(address: str, port: int, key: str, value: bytes, goes_on: Callable[[]
                     store.close()
             time.sleep(AGAIN)
 
-    with suppress(RuntimeError):  # no thread can be started: the workers wait, and end with their timeout
-        threading.Thread(target=write, name="live states", daemon=True).start()
+    start_thread("live states", write)  # if none can be started, the workers wait, and end with their timeout

@@ -9,7 +9,6 @@ import array
 import os
 import selectors
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from elastirun import clock
 from elastirun.agent.host.accepting import Accepting
 from elastirun.linux import peer_of
+from elastirun.threads import start_thread
 
 MAX_CLIENTS = 64  # connections at once; one more closes the oldest
 MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
@@ -149,9 +149,7 @@ class LocalSocket:
 
 def close_aside(fd: int) -> None:
     """Close a descriptor that a client has sent, in a thread: to close a file of a network or user file system may take for ever."""
-    try:
-        threading.Thread(target=os.close, args=(fd,), daemon=True).start()
-    except RuntimeError:  # no thread is left
+    if start_thread("close", os.close, fd) is None:
         os.close(fd)
 
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 
 from elastirun import clock
 from elastirun.rendezvous.stores import tcp_wire
+from elastirun.threads import start_thread
 
 WATCHED = "/round"  # keys that end with this can be watched; a mark for each keep-alive would be too many
 ANSWER_LIMIT = 5.0  # seconds to connect, and for every answer but that to a wait
@@ -50,8 +51,7 @@ class TcpWatch:
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the socket is not closed by the thread while ``close`` uses it
         self._socket: socket.socket | None = None
-        with suppress(RuntimeError):  # the limit of processes is reached: polls have to do
-            threading.Thread(target=self._run, name="store watch", daemon=True).start()
+        start_thread("store watch", self._run)  # if none can be started, polls have to do
 
     def close(self) -> None:
         """End the watch and its connection, without waiting."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastirun.rendezvous.stores.environment import variable
+from elastirun.threads import start_thread
 
 _lock = threading.Lock()  # the store thread and the workers' store import the class at the same time
 _store_only = False
@@ -35,8 +36,7 @@ def import_ahead() -> None:
         with suppress(Exception):  # what torch may raise: anything
             tcp_store_class()
 
-    with suppress(RuntimeError):  # the limit of processes and threads is reached
-        threading.Thread(target=ahead, name="import of torch", daemon=True).start()
+    start_thread("import of torch", ahead)
 
 
 def tcp_store_class() -> Any:

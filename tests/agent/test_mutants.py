@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     mutant(
         "standby stores are told at the same time",
-        *("processes/death_notice", "            thread.start()\n", "            thread.run()\n"),
+        *("processes/death_notice", "if (thread := start_thread(", "if (thread := (lambda name, tell, *given: tell(*given))("),
         *("standby_stores", "several_stores_are_asked_at_the_same_time"),
     ),
     mutant(
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     mutant(
         "a guard that can start no thread tells one store after the other",
-        *("processes/death_notice", "            thread.run()\n", "            pass\n"),
+        *("processes/death_notice", "            _tell(notice, vote, place, told)\n", "            pass\n"),
         *("standby_stores", "where_no_thread_can_be_started_one_is_told_after_the_other"),
     ),
     mutant(
@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     mutant(
         "a slow name server holds up nobody",
-        *("store/forwarding", "                self._thread.start()\n", "                self._thread.run()\n"),
+        *("store/forwarding", 'self._thread = start_thread("look-up", self._look_up)', "self._thread = None"),
         *("search", "a_name_server_that_is_gone_does_not_keep_a_node_from_being_told"),
     ),
     mutant(

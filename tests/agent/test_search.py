@@ -623,7 +623,7 @@ def test_a_thread_that_cannot_start_is_told_once_and_tried_again(node: Open, por
         for _ in range(3):
             access.forward((X, MOVED), lambda record: None)
     (line,) = access.notices
-    assert "cannot yet tell nodes that come where the store of this job is: can't start new thread (see ulimit -u" in line
+    assert "cannot yet tell nodes that come where the store of this job is: no thread can be started (see ulimit -u" in line
     standby = ServedStore(listening("127.0.0.3", port))
     access.forward((X, MOVED), lambda record: None)
     await_word(3, port, X)

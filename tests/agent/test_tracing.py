@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from elastirun.agent.observe import tracing
 from elastirun.agent.observe.events import CheckpointsHeld, End, Hang, Round
+from elastirun.threads import NONE_LEFT
 from tests.support.cluster import PATIENCE, Cluster
 
 HTTP = "http://127.0.0.1:{}/v1/traces"
@@ -133,7 +134,7 @@ def test_without_a_thread_for_spans_the_agent_goes_on(monkeypatch: pytest.Monkey
     assert made is not None
     made.take(End("succeeded", "", 0), 0.0)
     made.close()
-    assert said == ["warning: no spans are sent to OpenTelemetry: can't start new thread"]
+    assert said == [f"warning: no spans are sent to OpenTelemetry: {NONE_LEFT}"]
 
 
 class Hanging:

@@ -800,11 +800,6 @@ MUTANTS = (
         *("stores", "many_keys_are_not_read_one_by_one"),
     ),
     mutant(
-        "a store at etcd works without the thread of its watch",
-        *("rendezvous/stores/etcd/watch", "with suppress(RuntimeError):", "with suppress(ZeroDivisionError):"),
-        *("etcd_watch", "a_store_works_as_before_when_its_watch_cannot_have_a_thread"),
-    ),
-    mutant(
         "who replaces a watched value says so",
         *("rendezvous/stores/tcp", "        if now == value:\n", "        if False:\n"),
         *("tcp_watch", "a_change_is_heard_of_at_once"),

@@ -317,7 +317,7 @@ def test_without_a_thread_the_exchange_fails_and_the_next_one_tries_again(made: 
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", refuse)
         found = ask(thread)
-        assert isinstance(found, SyncFailed) and found.why.startswith("can't start new thread")
+        assert isinstance(found, SyncFailed) and found.why.startswith("no thread can be started")
     assert isinstance(ask(thread), Synced)
 
 

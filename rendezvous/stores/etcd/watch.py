@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import queue
 import random
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd.client import Channel, Client
+from elastirun.threads import start_thread
 
 PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds before the next attempt: doubled after each that brought nothing, to spare a cluster in trouble
 HAS_LEADER = ("hasleader", "true")  # metadata with which a member that is cut off from the others ends the stream instead of going silent
@@ -30,8 +29,7 @@ class Watch:
         self._changed = changed
         self._next = 0  # first revision that has not been seen; 0: start with the present one
         self._fruitless = 0  # consecutive attempts without an answer
-        with suppress(RuntimeError):  # the limit of processes is reached: polls have to do
-            threading.Thread(target=self._run, name="etcd watch", daemon=True).start()
+        start_thread("etcd watch", self._run)  # if none can be started, polls have to do
 
     def _run(self) -> None:
         while True:
