@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from elastirun.agent.failures import exit_codes
 from elastirun.rendezvous.transitions import TRANSITIONS
+from tests.test_layers import sources
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("deploy/*.md")]
@@ -74,6 +76,13 @@ def test_the_index_leads_to_every_page_and_the_readme_leads_to_the_index() -> No
     linked = {(index.parent / path).resolve() for path, _ in LINK.findall(index.read_text())}
     assert {page.resolve() for page in PAGES} - linked - {index} == set()
     assert "(docs/index.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_map_of_the_folders_says_what_they_say() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    packages = {str(path.parent.relative_to(ROOT)): path for _, path in sources() if path.name == "__init__.py"}
+    lines = {name: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for name, path in packages.items()}
+    assert [f"{name}: {line}" for name, line in lines.items() if f"| `{name}/` | {line.replace('``', '`')} |" not in page] == []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""This machine: addresses, ports, CPUs, NUMA nodes, memory, descriptors."""

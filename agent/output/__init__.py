@@ -1,0 +1,1 @@
+"""The output of workers: whole lines to the console, logs within limits, and a thread for whatever touches a disk."""

@@ -1,0 +1,1 @@
+"""The command line: options and variables become one frozen configuration."""

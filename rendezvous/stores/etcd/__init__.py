@@ -1,0 +1,1 @@
+"""The store at etcd v3: its client, access, leases, watches, and error messages."""

@@ -1,0 +1,1 @@
+"""Transports: how bytes travel between the ranks."""
