@@ -1,8 +1,8 @@
 """The agent of one node: one loop over signals, workers, output and the store. The machine decides, the agent performs.
 
 All state belongs to the thread of the loop. Other threads (those of the store, of the workers' store, of the disks) hand over what
-they have through a descriptor that the loop waits for. Only the answers to two rare questions to all nodes are polled: ``sit_out.GLANCE``
-and ``hang_watch.LISTEN``. See docs/agent.md.
+they have through a descriptor that the loop waits for. Only the answers to two rare questions to all nodes are polled: ``GLANCE`` of
+quarantine.py and ``LISTEN`` of hangs/watch.py. See docs/agent.md.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class Agent:
         self._session = Session.of(config, row, self._worker_store_failed)
         stack.callback(self._session.close)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
-        self._sit_out = Quarantine(config, self._session, self._accounting, self._events_log.write, self._console.say, self._end_parked)
+        self._quarantine = Quarantine(config, self._session, self._accounting, self._events_log.write, self._console.say, self._end_parked)
         parts = health.Parts(
-            config, self._session, self._workers, self._round_events, self._memory, self._hangs, self._accounting, self._sit_out
+            config, self._session, self._workers, self._round_events, self._memory, self._hangs, self._accounting, self._quarantine
         )
         stack.callback(health.serve(parts, self._selector, self._console.say))
 
@@ -225,7 +225,7 @@ class Agent:
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something must be done although no descriptor is ready; None: there is nothing."""
         now = clock.now()
-        parts = self._logs, self._round_check, self._memory, self._live, self._forks, self._hangs, self._accounting, self._sit_out
+        parts = self._logs, self._round_check, self._memory, self._live, self._forks, self._hangs, self._accounting, self._quarantine
         ticks = [part.tick(now) for part in parts]
         times = (self._session.due, self._tracker.report_at, self._workers.deadline, *ticks)  # a tick may bring a report
         first = min(moment for moment in times if moment is not None)
@@ -259,7 +259,7 @@ class Agent:
                 self._brief_guard()
             self._round_events.see(machine.record, event.now, machine.store.quiet)
             self._accounting.see(machine.record)
-            self._sit_out.see(machine.record)
+            self._quarantine.see(machine.record)
             for action in actions:
                 if not self._session.carry_out(action):
                     self._perform(action)
@@ -327,7 +327,7 @@ class Agent:
             limits = f"; its workers have {grace:g} s, after a second signal {second:g} s" if self._workers.running else ""
             self._console.say(f"{name}: this node leaves{limits}")
             self._session.post(Leave(clock.now(), name))
-            self._sit_out.end()
+            self._quarantine.end()
         elif self._workers.running:
             grace = SECOND_SIGNAL_GRACE if count == 2 else 0.0
             self._console.say(f"{name}: its workers have {grace:g} s")
@@ -402,7 +402,7 @@ class Agent:
             self._workers.stop(self._config.timing.failure_grace)
 
     def _on_workers_idle(self) -> None:
-        if self._sit_out.out:  # these were parked when their round ended
+        if self._quarantine.out:  # these were parked when their round ended
             return
         self._hangs.stop()
         self._lone = False
@@ -413,7 +413,7 @@ class Agent:
         if self._tracker.stopped:
             leaving = bool(self._signum or self._sick or self._finish)
             kept = any(self._live.settled(process.pid) for process in self._workers.parked.values())
-            self._sit_out.workers_stopped(self._round, self._tracker.failures, kept, self._hangs.stragglers, leaving)
+            self._quarantine.workers_stopped(self._round, self._tracker.failures, kept, self._hangs.stragglers, leaving)
         elif not self._tracker.failures:  # else the machine hears of the failures, and asks for a stop
             self._session.post(WorkersSucceeded(clock.now()))
 

@@ -54,7 +54,7 @@ class Parts:
     memory: CheckpointMemory
     hangs: HangWatch
     accounting: Accounting
-    sit_out: Quarantine
+    quarantine: Quarantine
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
     config, machine, started_at = parts.config, parts.session.machine, parts.rounds.started_at
     record, row, state = machine.record, machine.row, STATES[machine.state]
     return Snapshot(
-        state=SITTING_OUT if parts.sit_out.out else state,
+        state=SITTING_OUT if parts.quarantine.out else state,
         version=__version__,
         job=config.run_id,
         node=row.name,
@@ -108,7 +108,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         joins_waiting=_joins_waiting(machine),
         failures=record.failures if record else 0,
         max_restarts=config.max_restarts,
-        strikes=len(parts.sit_out.strikes),
+        strikes=len(parts.quarantine.strikes),
         restarts={cause: parts.rounds.ended[cause] for cause in CAUSES},
         seconds_since_round_start=None if started_at is None else round(now - started_at, 3),
         seconds_since_keep_alive=round(now - machine.store.kept_alive, 3),

@@ -1,7 +1,7 @@
 """The connections that process groups of this process have opened, and their cut, which ends waits for peers at once.
 
 gloo's own ``abort`` does nothing, and a wait for a peer that hangs ends with the timeout of the group. ``shutdown`` (2) of a connection
-wakes the waiting thread within a millisecond, but for the waits in ``group_waits``. A listening socket must stay as it is: gloo ends the
+wakes the waiting thread within a millisecond, but for those in waits.py. A listening socket must stay as it is: gloo ends the
 process when ``accept`` fails.
 """
 
