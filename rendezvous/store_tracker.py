@@ -440,7 +440,8 @@ class StoreTracker:
         schedule, record = self._link.schedule, self.record
         if schedule.under_way:
             return []
-        starved = schedule.asked.look and self.now >= schedule.due  # a look may hang for a second, and so may each one after it
+        looks = max(1, len(self._failover.places(record))) if self._link.contact.trouble else 1  # a look may hang for a second
+        starved = schedule.looks >= looks and self.now >= schedule.due
         if record is not None and self._look_at is not None and self.now >= self._look_at and not takes_over and not starved:
             schedule.begin_look(look := self._failover.look(record, self.now))
             return [look]

@@ -1,4 +1,7 @@
-"""The kinds of stores that ``elastirun status`` reads: a TCPStore, etcd, and the copy of a private store that an agent hands out."""
+"""Locations of stores, for connections beside the agent's own: those of ``elastirun status``, of reports between nodes, of the quarantine.
+
+A TCPStore, etcd, or the copy of a private store that an agent hands out.
+"""
 
 from __future__ import annotations
 

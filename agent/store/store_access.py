@@ -106,7 +106,7 @@ class StoreAccess:
         return {"kind": "tcp", "address": at.address, "port": at.port, "owner": at.name} if at else self._for_guard
 
     def for_status(self, at: Place | None) -> dict[str, Any]:
-        """Return how ``elastirun status`` opens the store ``at`` on this machine (store/kinds.py)."""
+        """Return how ``elastirun status`` opens the store ``at`` on this machine (locations.py)."""
         return self.for_guard(at) or {"kind": "none"}
 
     def forward(self, told: tuple[Place, RoundRecord | None] | None, found: Callable[[RoundRecord], None]) -> None:

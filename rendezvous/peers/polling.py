@@ -41,6 +41,7 @@ class Schedule:
     urgent: bool = True  # something has changed here that the store should know at once
     under_way: bool = False  # the last one is not answered yet; there is never a second one beside it
     asked: Sync = Sync()
+    looks: int = 0  # at other stores, since the store in use was asked last
 
     def soon(self) -> None:
         """Make the next exchange as soon as none is under way."""
@@ -60,11 +61,11 @@ class Schedule:
 
     def begin(self, asked: Sync, next_due: float) -> None:
         """Note that the exchange ``asked`` is under way. The one after it is made at ``next_due``."""
-        self.due, self.urgent, self.under_way, self.asked = next_due, False, True, asked
+        self.due, self.urgent, self.under_way, self.asked, self.looks = next_due, False, True, asked, 0
 
     def begin_look(self, asked: Sync) -> None:
         """Note that a look at another store is under way. It changes nothing about when the store in use is asked."""
-        self.under_way, self.asked = True, asked
+        self.under_way, self.asked, self.looks = True, asked, self.looks + 1
 
     def done(self) -> None:
         """Note that no exchange is under way any more: it was answered, has failed, or was given up."""

@@ -1432,8 +1432,13 @@ MUTANTS = (
     ),
     mutant(
         "looks that hang leave time for the store in use",
-        *("store_tracker", "starved = schedule.asked.look and", "starved = False and"),
+        *("store_tracker", "starved = schedule.looks >= looks and", "starved = False and"),
         *("split", "looks_that_hang_leave_time_for_the_store_in_use"),
+    ),
+    mutant(
+        "a silent host does not hold up the looks at those that fell silent with it",
+        *("store_tracker", "if self._link.contact.trouble else 1", "if False else 1"),
+        *("split", "a_silent_host_does_not_hold_up_the_looks_at_those_that_fell_silent_with_it[9-3-30]"),
     ),
     mutant(
         "a look says nothing about the store in use",

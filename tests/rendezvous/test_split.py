@@ -44,6 +44,15 @@ def test_looks_that_hang_leave_time_for_the_store_in_use(count: int) -> None:
     goes_on(world, *world.nodes, within=40.0)
 
 
+@pytest.mark.parametrize(("count", "silent", "within"), [(7, 2, 25), (9, 3, 30), (17, 7, 40)])
+def test_a_silent_host_does_not_hold_up_the_looks_at_those_that_fell_silent_with_it(count: int, silent: int, within: float) -> None:
+    """A rack loses its power, with the host and those first in line. Each look at one of them hangs, and so does each word to the host."""
+    world = world_of(count, store_grace=120.0)
+    for node in world.nodes[: silent + 1]:
+        node.cut = True
+    goes_on(world, *world.nodes[silent + 1 :], within=within)
+
+
 def test_a_node_that_goes_back_serves_another_standby_store() -> None:
     """Nobody is to look for a job in the one that it has given up."""
     world = world_of(3, store_grace=60.0)
