@@ -176,7 +176,7 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("elastirun.agent.agent", "from elastirun.rendezvous.machine import step"),
         ("elastirun.agent.status.metrics", "def f():\n    import prometheus_client"),
         ("elastirun.cli.main", "import click\nfrom elastirun.config import LaunchConfig\nfrom elastirun.agent.agent import run"),
-        ("elastirun.train.ddp.module", "import torch.distributed as dist\nfrom elastirun.train import buckets"),
+        ("elastirun.train.ddp.module", "import torch.distributed as dist\nfrom elastirun.train.reduction import buckets"),
         ("elastirun.train.checkpoints.staging", "from elastirun.checkpoint.image import Image"),
         ("elastirun.checkpoint.__main__", "import click"),
         ("elastirun.checkpoint.export", "def f():\n    import torch"),

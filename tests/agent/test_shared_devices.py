@@ -20,7 +20,7 @@ from tests.support.cluster import PATIENCE, free_port
 HERE, TWIN, ELSEWHERE = Member("a", "n", "10.0.0.1", 1, 2), Member("b", "n", "10.0.0.1", 2, 2), Member("c", "m", "10.0.0.2", 3, 2)
 AGENT = """
 import sys
-from elastirun.agent import shared_devices
+from elastirun.agent.status import shared_devices
 from elastirun.cli.main import main
 shared_devices.GPU = "/dev/null"
 sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,8 @@ QUICK = "--last-call=0.1"
 
 # The agent, with one thing changed in it that cannot be brought about from outside.
 IMMORTAL = """
-from elastirun.agent.processes import process, workers
+from elastirun.agent.processes import process
+from elastirun.agent.workers import workers
 process.Process.kill_group = lambda self: None  # as if the worker hung in the kernel
 workers.GIVE_UP = 1.0
 """

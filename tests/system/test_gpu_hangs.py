@@ -95,7 +95,7 @@ dist.destroy_process_group()
 LAUNCHER = """
 import sys
 from elastirun.__main__ import main
-from elastirun.agent import hang_watch
+from elastirun.agent.hangs import watch as hang_watch
 hang_watch.WINDOW = 1.5
 sys.exit(main())
 """

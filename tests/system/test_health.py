@@ -33,7 +33,7 @@ has_ipv6 = pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="
 # The agent, whose loop stands still when it is signalled.
 STUCK = """
 import time
-from elastirun.agent import http_port
+from elastirun.agent.status import http_port
 from elastirun.agent.agent import Agent
 http_port.LOOP_LIMIT = 0.5
 Agent._on_forward = lambda self, signum: time.sleep(1000)

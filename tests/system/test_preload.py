@@ -90,7 +90,7 @@ def look():
 if __name__ == "__main__": look()
 '''
 # Holds up the fork server when it imports torch._dynamo, until somebody has written to a pipe.
-SLOW_MACHINE = "from elastirun.agent.processes import parked_forks; parked_forks.NEARLY_WITHIN = 60.0"
+SLOW_MACHINE = "from elastirun.agent.processes.preload import parked_forks; parked_forks.NEARLY_WITHIN = 60.0"
 GATED = """
 import os, sys
 

@@ -9,7 +9,7 @@ WINDOWS = 4  # in which nobody is slow; three are enough to name a straggler
 LAUNCHER = """
 import sys
 from elastirun.__main__ import main
-from elastirun.agent import hang_watch
+from elastirun.agent.hangs import watch as hang_watch
 hang_watch.WINDOW = 0.8
 look, windows = hang_watch.Stragglers.look, 0
 def told(self, pages, job):
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
-from elastirun import optimizer_steps
+from elastirun.worker import optimizer_steps
 optimizer_steps.PAUSE = 0.0
 
 def wait(where):

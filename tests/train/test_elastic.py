@@ -513,7 +513,7 @@ def test_the_end_of_the_process_waits_for_the_threads_of_its_round() -> None:
 
 ENDS_A_GROUP = """
 import os, threading, time
-from elastirun.train import process_groups
+from elastirun.train.groups import process_groups
 
 class Group:
     def __del__(self):
@@ -585,7 +585,7 @@ def test_a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_n
 FAILS_LATE = """
 import os
 import torch.distributed as dist
-from elastirun.train import process_groups
+from elastirun.train.groups import process_groups
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one of the script's own
 for rank in range(3):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elastirun.train import ElasticDataLoader
-from elastirun.train.data import keyed_rng
+from elastirun.train import ElasticDataLoader, keyed_rng
 
 
 class Noisy(Dataset[Tensor]):

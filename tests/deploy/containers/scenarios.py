@@ -257,7 +257,8 @@ import os
 if os.environ["JOB_COMPLETION_INDEX"] == "2" and os.path.exists("/checkpoints/sick"):
     os.unlink("/checkpoints/sick")  # the replacement runs on another machine
     os.environ["DEAF"] = "1"
-    from elastirun.agent.processes import process, workers
+    from elastirun.agent.processes import process
+    from elastirun.agent.workers import workers
     process.Process.kill_group = lambda self: None  # as if the worker hung in the kernel
     workers.GIVE_UP = 1.0
 from elastirun.cli.main import main
