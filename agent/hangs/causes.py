@@ -29,7 +29,7 @@ _PASSED = re.compile(
 # Files in which a rank waits for others; a backward waits inside the engine, without a frame of its own.
 _WAITS_FOR_PEERS = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/|/torch/autograd/(graph|__init__|function)\.py"
-    r"|/torch/cuda/(__init__|streams)\.py|/elastirun/train/(?!data/(loader|sharded_data)\.py|state/|checkpoints/(?!ranks|waiting|publishing))"
+    r"|/torch/cuda/(__init__|streams)\.py|/elastirun/train/(?!data/(loader|sharded_data)\.py|state/|checkpoints/(?!ranks|missing_ranks|publishing))"
 )
 _OURS_OR_TORCH = re.compile(r"/elastirun/train/|/torch/(autograd|cuda|distributed|nn|optim|utils|_\w+)\b")
 _DEBUGGER = re.compile(r"/python3\.\d+t?/(pdb|bdb)\.py|/debugpy/|/pydevd")

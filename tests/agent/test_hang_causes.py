@@ -102,12 +102,21 @@ def test_a_node_that_knows_the_cause_better_acts_first() -> None:
         (((f"{TORCH}/serialization.py", "1", "save"), *SCRIPT), False),
         (((f"{TORCH}/nn/modules/linear.py", "1", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "1", "forward")), False),
         ((("/elastirun/train/checkpoints/staging.py", "1", "copy"), *SCRIPT), False),
+        ((("/elastirun/train/checkpoints/missing_ranks.py", "1", "together"), *SCRIPT), True),
         ((SELECT,), False),
         ((), False),
     ],
 )
 def test_the_innermost_frame_that_tells_says_whether_a_worker_waits_for_others(stack: Any, waits: bool) -> None:
     assert waits_for_peers(stack) == waits
+
+
+def test_files_of_the_training_core_in_which_nobody_waits_for_others_are_known_by_their_present_names() -> None:
+    core = Path(__file__).parents[2] / "elastirun" / "train"
+    files = {str(path.relative_to(core)) for path in core.rglob("*.py")}
+    alone = {file for file in files if file.startswith(("state/", "checkpoints/"))} | {"data/loader.py", "data/sharded_data.py"}
+    alone -= {f"checkpoints/{name}.py" for name in ("ranks", "missing_ranks", "publishing")}
+    assert alone <= files and {file for file in files if not waits_for_peers(((f"/x/elastirun/train/{file}", "1", "f"),))} == alone
 
 
 def test_two_ranks_in_the_same_call_are_at_the_same_place() -> None:
