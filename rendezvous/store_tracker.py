@@ -440,7 +440,9 @@ class StoreTracker:
         schedule, record = self._link.schedule, self.record
         if schedule.under_way:
             return []
-        looks = max(1, len(self._failover.places(record))) if self._link.contact.trouble else 1  # a look may hang for a second
+        # A look may hang for a second. A store in use that answers has its turn after each look; one that does not, after as many looks as
+        # there are standby stores: its silence must not delay them.
+        looks = max(1, len(self._failover.places(record))) if self._link.contact.trouble else 1
         starved = schedule.looks >= looks and self.now >= schedule.due
         if record is not None and self._look_at is not None and self.now >= self._look_at and not takes_over and not starved:
             schedule.begin_look(look := self._failover.look(record, self.now))

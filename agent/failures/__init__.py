@@ -1,1 +1,1 @@
-"""Failures of workers: which one is the root cause, who is told, which exit code it has; nodes that fail again and again."""
+"""Failures of workers: the root cause, the report to the other nodes, the exit code; strikes of nodes that fail repeatedly."""

@@ -90,7 +90,7 @@ class FailureTracker:
         return tuple((record.rank, record.local_rank) for record in self._records if record.blame == Blame.VICTIM) if lost else ()
 
     def note_missed(self, elsewhere: Iterable[Observed]) -> None:
-        """Note whom failed peers have probably waited for: the workers that are ``elsewhere``, and those that ended with 0. Once."""
+        """Note, once, the workers that the failed peers probably waited for: those ``elsewhere``, and those that ended with 0."""
         if self._noted:
             return
         self._noted = True

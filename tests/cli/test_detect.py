@@ -111,7 +111,7 @@ def test_a_step_of_slurm_with_one_task_per_node(line: str, change: Environment, 
         ("--rdzv-conf=last_call_timeout=7 t.py", {}, 7),
         ("t.py", {"PET_RDZV_CONF": "last_call_timeout=7"}, 7),
         ("--nnodes=1:2 t.py", {}, 60),  # the step has three nodes, at most two take part
-        ("--nnodes=1:8 t.py", {}, 5),  # the step has three nodes, so five more would be waited for in vain
+        ("--nnodes=1:8 t.py", {}, 5),  # the step has three nodes: eight never come
     ],
 )
 def test_the_first_round_waits_for_the_nodes_of_a_step(line: str, change: Environment, seconds: float) -> None:

@@ -21,7 +21,7 @@ NOT_RUN = (SKIPPED, MISSING)  # no time was left, or what the part needs is not 
 
 @dataclass
 class Result:
-    """What came of a part.
+    """The result of one part.
 
     ``date``: UTC, in seconds. ``figures``: by claim, {"text", "values", "holds"}. ``end``: of its output, unless it passed.
     """

@@ -89,7 +89,8 @@ class StepSnapshot:
         return [name for name in self.others if _mark(self._state[name]) != self._marks[name]]
 
     def _count_parameters(self) -> int:
-        return sum(1 for part in self._state.values() if isinstance(part, torch.nn.Module) for _ in part.parameters())
+        modules = (part for parts in self._kept.values() for part in parts if isinstance(part, torch.nn.Module))
+        return sum(1 for module in modules for _ in module.parameters())
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
