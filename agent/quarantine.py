@@ -50,7 +50,9 @@ class Look:
 
     def __init__(self, store: dict[str, Any], prefix: str, token: bytes | None) -> None:
         self.found: Synced | None = None  # None: not there, or not yet
-        self.done = start_thread("strikes", self._run, store, prefix, Codec(token)) is None
+        self.done = False
+        if start_thread("strikes", self._run, store, prefix, Codec(token)) is None:
+            self.done = True
 
     def _run(self, store: dict[str, Any], prefix: str, codec: Codec) -> None:
         with suppress(StoreError, StartError):

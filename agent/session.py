@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastirun import clock
-from elastirun.agent.store.endpoint_access import store_access
+from elastirun.agent.store.choose_store import store_access
 from elastirun.agent.store.store_access import StoreAccess, new_store_id, rules
 from elastirun.agent.store.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import LaunchConfig

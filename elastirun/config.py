@@ -146,6 +146,5 @@ class LaunchConfig(RendezvousConfig):
     @property
     def standalone(self) -> bool:
         """Return whether no other agent can reach the store: it is private, or the static backend's for a single node."""
-        if self.etcd is not None:
-            return False
-        return self.endpoint is None or (self.fixed_ranks and self.max_nodes == 1 and self.is_host is True)
+        alone = self.fixed_ranks and self.max_nodes == 1 and self.is_host is True
+        return self.etcd is None and (self.endpoint is None or alone)

@@ -15,7 +15,7 @@ from elastirun.agent.store.discovery import MOST_ASKED, Search
 from elastirun.agent.store.forwarding import Forwarding
 from elastirun.agent.store.listening import EVERYWHERE
 from elastirun.agent.store.standby_store import StandbyStore
-from elastirun.agent.store.store_access import EtcdAccess, MemoryAccess, StoreAccess, new_store_id, rules
+from elastirun.agent.store.store_access import StoreAccess, new_store_id, rules
 from elastirun.config import Endpoint, LaunchConfig
 from elastirun.errors import StartError, StoreError, StoreMoved
 from elastirun.rendezvous.stores import tcp
@@ -238,12 +238,3 @@ class EndpointAccess(StoreAccess):
         if self.config.meet_at_endpoint and host == job:
             reached = self._reached[0] if self._reached and not store.hosting else self.node_address.number
             self.worker_endpoint = self._served_at or reached, self._endpoint.port
-
-
-def store_access(config: LaunchConfig) -> StoreAccess:
-    """Choose the store. Raises StartError when it needs a program that is not there."""
-    if config.etcd is not None:
-        return EtcdAccess(config, config.etcd)
-    if config.endpoint is not None and not config.standalone:
-        return EndpointAccess(config, config.endpoint)
-    return MemoryAccess(config)

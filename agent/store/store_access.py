@@ -1,6 +1,6 @@
 """The part of this node in the rendezvous: its row, the rules of the job, and the connection to the store.
 
-Each kind of store is a subclass of ``StoreAccess``: a TCPStore in ``endpoint_access.py``, which chooses one, the others here.
+Each kind of store is a subclass of ``StoreAccess``: a TCPStore in ``endpoint_access.py``, the others here. ``choose_store.py`` chooses one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from elastirun.agent.store import discovery as search
 from elastirun.agent.store import endpoint_access, shared_store
 from elastirun.agent.store import forwarding as forwarding_module
 from elastirun.agent.store.at_once import at_once
-from elastirun.agent.store.endpoint_access import EndpointAccess, store_access
+from elastirun.agent.store.choose_store import store_access
+from elastirun.agent.store.endpoint_access import EndpointAccess
 from elastirun.agent.store.forwarding import Forwarding
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError, StoreMoved, StoreRefused

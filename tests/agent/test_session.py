@@ -11,7 +11,7 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent.session import STANDSTILL, Session
-from elastirun.agent.store.endpoint_access import store_access
+from elastirun.agent.store.choose_store import store_access
 from elastirun.agent.store.store_access import new_row, rules
 from elastirun.agent.store.worker_store import WorkerStore
 from elastirun.rendezvous.machine import Machine

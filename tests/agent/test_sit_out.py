@@ -216,3 +216,15 @@ def test_histories_in_which_nodes_sit_out_break_no_promise(monkeypatch: pytest.M
     for seed in range(20):
         assert (violation := History(draw(seed)).run().violation) is None, (seed, violation)
     assert outs > 10
+
+
+def test_a_look_that_ends_at_once_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may end before the call that started it has returned."""
+
+    def ends_at_once(name: str, function: Any, *args: Any) -> object:
+        function(*args)
+        return function  # in place of the thread
+
+    monkeypatch.setattr(sit_out, "start_thread", ends_at_once)
+    nowhere = sit_out.Look({"kind": "tcp", "address": "127.0.0.1", "port": 1}, "job/", None)
+    assert nowhere.done and nowhere.found is None

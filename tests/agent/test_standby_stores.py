@@ -30,7 +30,8 @@ from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_sta
 from elastirun.agent.processes.process_tree import _make_room
 from elastirun.agent.store import endpoint_access
 from elastirun.agent.store import forwarding as forwarding_module
-from elastirun.agent.store.endpoint_access import EndpointAccess, store_access
+from elastirun.agent.store.choose_store import store_access
+from elastirun.agent.store.endpoint_access import EndpointAccess
 from elastirun.agent.store.forwarding import Forwarding
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError

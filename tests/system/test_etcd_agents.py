@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from elastirun.agent.store.endpoint_access import store_access
+from elastirun.agent.store.choose_store import store_access
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.stores.etcd.store import connector
 from tests.cli.test_resolve import config_of

@@ -42,7 +42,7 @@ class StepSnapshot:
         """Raise WrongUse if the script has changed what a worker that comes later would have as it was at first."""
         for name, parts in self._kept.items():
             if [id(part) for part in _leaves(self._state.get(name))] != [id(part) for part in parts]:
-                raise WrongUse(f"{name!r} in the state was replaced after Elastic(...), which goes on with the first: keep that")
+                raise WrongUse(f"{name!r} in the state was replaced after Elastic(...), which goes on with the first: keep that one")
         if self._loader.global_batch_size != self._global_batch:
             raise WrongUse(
                 f"the loader's global_batch_size was changed from {self._global_batch} to {self._loader.global_batch_size} after "
