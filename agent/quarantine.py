@@ -1,14 +1,14 @@
 """A node with ``--strikes`` strikes sits out: counts the strikes, takes the node out of the next round, and lets it join again.
 
-The machine hears ``SitsOut`` instead of ``WorkersStopped``, and stays in the state DRAINING: its row says that it will not run its last
-round again, so the others go on without it, and that its workers are being stopped, so no round includes it. It goes on reading the round
-record, and so learns the end of the job. The decisions are those of ``strikes.py``.
+While it sits out, or looks whether it may, this part holds back that the workers have stopped. So the machine stays in the state DRAINING:
+its row says that it will not run its last round again (``SitsOut``), so the others go on without it, and that its workers are being
+stopped, so no round includes it. It goes on reading the round record, and so learns the end of the job. ``strikes.py`` decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing, suppress
 from enum import Enum
 from typing import Any
@@ -16,8 +16,11 @@ from typing import Any
 from elastirun import clock
 from elastirun.agent.failures import strikes
 from elastirun.agent.failures.strikes import Limits, Out, Suspicion
+from elastirun.agent.failures.tracker import FailureTracker
+from elastirun.agent.hangs.straggler_watch import StragglerWatch
 from elastirun.agent.observe import events
 from elastirun.agent.observe.accounting import Accounting
+from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.session import Session
 from elastirun.agent.store.locations import ASK_LIMIT, TcpAt, described
 from elastirun.config import LaunchConfig
@@ -26,8 +29,8 @@ from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.wire.actions import Sync
 from elastirun.rendezvous.wire.codec import Codec
-from elastirun.rendezvous.wire.events import SitsOut, Synced, WorkersStopped
-from elastirun.rendezvous.wire.records import ExitRecord, RoundRecord
+from elastirun.rendezvous.wire.events import SitsOut, Synced
+from elastirun.rendezvous.wire.records import RoundRecord
 from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 from elastirun.threads import start_thread
 
@@ -63,10 +66,11 @@ class Look:
         self.done = True
 
 
-class Quarantine:
+class Quarantine(Part):
     """This node's strikes, and its time out. All calls happen in the loop's thread; nothing blocks.
 
-    ``write`` gets events, ``say`` lines for people. ``going_out()`` is called when this node begins to sit out.
+    ``tracker``, ``stragglers``: they know the failures and the stragglers of the round. ``write`` gets events, ``say`` lines for people.
+    ``going_out()`` is called when this node begins to sit out.
     """
 
     def __init__(
@@ -74,18 +78,21 @@ class Quarantine:
         config: LaunchConfig,
         session: Session,
         accounting: Accounting,
+        tracker: FailureTracker,
+        stragglers: StragglerWatch,
         write: Callable[[events.Event], None],
         say: Callable[[str], None],
         going_out: Callable[[], None],
     ) -> None:
         self._config, self._session, self._accounting = config, session, accounting
+        self._tracker, self._stragglers = tracker, stragglers
         self._write, self._say, self._going_out = write, say, going_out
         self.strikes: list[str] = []  # why this node has had each, the oldest first
         self._phase = Phase.IN
         self._since = 0.0  # when the phase began
         self._suspicion: Suspicion | None = None  # a strike that this node may have had
-        self._failures: tuple[ExitRecord, ...] = ()  # of the last round, for the machine
-        self._kept = False  # workers are parked with their state
+        self._number = 0  # of the round whose workers run here, or ran last
+        self._leaving = False  # this node leaves the job
         self._look: Look | None = None
         self._broken: tuple[str, float] | None = None  # the round that has ended while this node sits out, by its token, and when
         self._looked_after = ""  # the round, by its token, after which this node has looked again
@@ -96,22 +103,24 @@ class Quarantine:
         """Return whether this node sits out."""
         return self._phase is Phase.OUT
 
-    def workers_stopped(
-        self, number: int, failures: tuple[ExitRecord, ...], kept: bool, stragglers: Collection[int], leaving: bool
-    ) -> None:
-        """The workers of round ``number`` were stopped. Tells the machine so, now or when this node has sat out.
+    @property
+    def holds(self) -> bool:
+        return self._phase is not Phase.IN
 
-        ``kept``: some are parked with their state. ``stragglers``: ranks of workers that were named as such in this round;
-        ``leaving``: this node leaves the job.
-        """
-        self._failures, self._kept, limit = failures, kept, self._config.strikes
-        self._suspicion = strikes.suspect(number, failures)
-        if stragglers and limit:
+    def round_starts(self, round: NodeRound) -> None:
+        self._number = round.number
+
+    def idle(self) -> None:
+        if not self._tracker.stopped:
+            return
+        limit = self._config.strikes
+        self._suspicion = strikes.suspect(self._number, self._tracker.failures)
+        if self._stragglers.named and limit:
             self._suspicion = None  # one round, one strike
-            self._strike(f"rank {min(stragglers)} was a straggler in round {number}")
-        if not limit or leaving or len(self.strikes) + (self._suspicion is not None) < limit:
-            self._tell_machine()
-        elif why := strikes.why_never(self._config.fixed_ranks, self._config.standalone):
+            self._strike(f"rank {min(self._stragglers.named)} was a straggler in round {self._number}")
+        if not limit or self._leaving or len(self.strikes) + (self._suspicion is not None) < limit:
+            return
+        if why := strikes.why_never(self._config.fixed_ranks, self._config.standalone):
             self._stay(why)
         elif self._session.machine.hosting:
             self._stay(strikes.HOSTS)
@@ -119,7 +128,7 @@ class Quarantine:
             self._begin_look()
             self._phase, self._since = Phase.LOOKING, clock.now()
 
-    def see(self, record: RoundRecord | None) -> None:
+    def see(self, record: RoundRecord | None, now: float) -> None:
         """Take in the round record: it tells whether a failure of this node was the cause of the end of its round."""
         if self._suspicion is not None and self._phase is Phase.IN and record is not None:
             holds = self._suspicion.holds(record)
@@ -128,13 +137,12 @@ class Quarantine:
             if holds is not None:
                 self._suspicion = None
 
-    def end(self) -> None:
-        """This node leaves the job: the machine need not wait any more."""
+    def leaves(self) -> None:
+        self._leaving = True
         if self._phase is not Phase.IN:
             self._come_back("this node leaves", clock.now())
 
     def tick(self, now: float) -> float:
-        """Do what is due. Returns when to be called next, on ``elastirun.clock``."""
         if self._phase is Phase.LOOKING and self._look is not None:
             if not self._look.done and now < self._since + LOOK_LIMIT:
                 return now + GLANCE
@@ -200,11 +208,10 @@ class Quarantine:
         whys = [*self.strikes, *([describe(self._suspicion.failure)] if self._suspicion else [])]
         cooldown = self._config.strikes_cooldown
         self._phase, self._since, self._broken, self._looked_after = Phase.OUT, now, None, ""
-        self._kept = False
         self._say(f"this node sits out for {cooldown:g} s at most: strike {len(whys)} of {self._config.strikes}: {whys[-1]}")
         self._write(events.SitsOut(machine.row.round, whys, cooldown))
         self._accounting.sit_out()
-        self._session.post(SitsOut(now, f"strike {len(whys)} of {self._config.strikes}: {whys[-1]}", self._failures))
+        self._session.post(SitsOut(now, f"strike {len(whys)} of {self._config.strikes}: {whys[-1]}", self._tracker.failures))
         self._going_out()
 
     def _stay(self, why: str) -> None:
@@ -213,7 +220,6 @@ class Quarantine:
             self._told = why
             count = self._config.strikes
             self._say(f"this node has had {count} strike{'s' * (count > 1)}, but does not sit out: {why}")
-        self._tell_machine()
 
     def _come_back(self, why: str, now: float) -> None:
         """Join again, with a fresh count."""
@@ -223,7 +229,3 @@ class Quarantine:
             self._accounting.join()
         self._phase, self._look, self._suspicion = Phase.IN, None, None
         self.strikes.clear()
-        self._tell_machine()
-
-    def _tell_machine(self) -> None:
-        self._session.post(WorkersStopped(clock.now(), self._failures, self._kept))

@@ -15,7 +15,7 @@ from elastirun.agent.failures.classify import make_record
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.output.lines import MAX_LINE
 from elastirun.agent.output.logs import RunLogs
-from elastirun.agent.workers.workers import WorkerExit
+from elastirun.agent.part import WorkerExit
 from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.stores import tcp_index
 from elastirun.rendezvous.stores.etcd.client import LARGEST

@@ -234,8 +234,21 @@ FLOORS = {  # the folders and loose modules of a package, the lowest first: each
         *("failover", "store_link", "formation", "earlier_run", "store_tracker", "machine"),
     ),
     "elastirun.agent": (
-        *("host", "processes", "output", "store", "observe", "session", "workers", "hangs", "failures", "quarantine"),
-        *("termination_log", "status", "ending", "agent"),
+        *(
+            "part",
+            "host",
+            "processes",
+            "output",
+            "store",
+            "observe",
+            "session",
+            "guard_lease",
+            "workers",
+            "round_start",
+            "hangs",
+            "failures",
+        ),
+        *("quarantine", "termination_log", "status", "ending", "assemble", "agent"),
     ),
     "elastirun.train": (
         *("errors", "torch_private", "sharded", "autograd_engine", "groups", "reduction", "stopping", "state", "ddp", "checkpoints"),

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from elastirun.agent.failures.exit_codes import ExitCode
-from elastirun.agent.workers.workers import WorkerExit, stopped_by_signal
+from elastirun.agent.part import WorkerExit
+from elastirun.agent.workers.workers import stopped_by_signal
 from elastirun.rendezvous.failures import root_cause, signal_name
 from elastirun.rendezvous.wire.codec import clip
 from elastirun.rendezvous.wire.records import Blame, ExitRecord

@@ -35,7 +35,7 @@ from elastirun.agent.failures.report import read_error_file
 from elastirun.agent.hangs.causes import Observed, describe, traceback
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.output.logs import RunLogs
-from elastirun.agent.workers.workers import WorkerExit
+from elastirun.agent.part import NodeRound, Part, WorkerExit
 from elastirun.rendezvous.failures import root_cause
 from elastirun.rendezvous.wire.records import Blame, ExitRecord
 
@@ -46,7 +46,7 @@ MAX_REPORTED = 8  # failures per node and round that the node's row carries; mor
 MAX_MISSED = 3  # of those, the last ones: the workers that the others have missed are among them, up to so many
 
 
-class FailureTracker:
+class FailureTracker(Part):
     """Collects the failures of one round after the other. All methods are called in the loop's thread.
 
     ``report_at``: when to report ``failures`` to the machine, on ``elastirun.clock``; infinity when there is nothing to report.
@@ -74,6 +74,9 @@ class FailureTracker:
         self.report_at = math.inf
         if attempt >= 0:
             self.began = time.time()
+
+    def round_starts(self, round: NodeRound) -> None:
+        self.start_round(round.number - 1, alone=round.record.world_size == 1)
 
     @property
     def failures(self) -> tuple[ExitRecord, ...]:

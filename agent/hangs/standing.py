@@ -6,9 +6,12 @@ import math
 from collections.abc import Callable
 from enum import Enum
 
+from elastirun import clock
 from elastirun.agent.hangs import causes
 from elastirun.agent.hangs.stacks import WAIT_LIMIT, Stacks
+from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.workers.workers import Workers
+from elastirun.rendezvous.wire.actions import Stop
 
 PERIOD = 15.0  # seconds without a first step, or since a worker has ended, that are worth a line; most scripts begin to train sooner
 
@@ -22,13 +25,23 @@ class Phase(Enum):
     OVER = 4  # the line was said, or no round runs
 
 
-class Standing:
+class Standing(Part):
     """Looks at the workers of a round each ``PERIOD``. ``expects_steps``: the command says that the script stamps its steps."""
 
     def __init__(self, workers: Workers, stacks: Stacks, expects_steps: bool, say: Callable[[str], None]) -> None:
         self._workers, self._stacks, self._expects_steps, self._say = workers, stacks, expects_steps, say
         self._phase, self._due = Phase.OVER, math.inf
         self._finished = 0  # workers that had ended with 0 at the last look
+
+    def workers_started(self, round: NodeRound) -> None:
+        if round.record.world_size > 1:
+            self.start(clock.now())
+
+    def round_stops(self, stop: Stop, grace: float) -> None:
+        self.stop()
+
+    def idle(self) -> None:
+        self.stop()
 
     def start(self, now: float) -> None:
         """Begin to look: the workers of a round were started at ``now``."""

@@ -1,33 +1,30 @@
-"""Watches the workers' progress pages: ends the worker that hangs (``--hang-timeout``, see docs/decisions/0022), names stragglers.
+"""Watches the workers' progress pages: ends the worker that hangs (``--hang-timeout``, docs/decisions/0022).
 
-All calls happen in the loop's thread; nothing blocks. ``hangs/detection.py``, ``hangs/causes.py`` and ``stragglers.py`` decide.
+All calls happen in the loop's thread; nothing blocks. ``hangs/detection.py`` and ``hangs/causes.py`` decide.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from elastirun import clock
 from elastirun.agent.hangs import causes, py_spy, stuck
 from elastirun.agent.hangs.causes import Observed, Verdict
 from elastirun.agent.hangs.detection import HangDetector
-from elastirun.agent.hangs.job_median import JobTimes
 from elastirun.agent.hangs.reports import HangReports
 from elastirun.agent.hangs.stacks import Stacks
-from elastirun.agent.hangs.standing import Standing
-from elastirun.agent.hangs.stragglers import WINDOW, Stragglers
 from elastirun.agent.observe import events
 from elastirun.agent.observe.events import Event
 from elastirun.agent.observe.progress_pages import ProgressPages
-from elastirun.agent.observe.step_rates import StepRates, WorkerSteps
+from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.processes.process import Process
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.workers.workers import Workers
+from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.records import Blame
 from elastirun.worker.progress_page import Page
 
@@ -36,10 +33,10 @@ LISTEN = 0.25  # seconds between two looks for the verdict on all nodes' reports
 SHARING = 2.0  # seconds until the nodes know each other's reports, once all of them have noticed the hang
 
 
-class HangWatch:
+class HangWatch(Part):
     """Looks for a hang between ``start`` and ``stop``. ``timeout``, ``first_step``: as in ``LaunchConfig``.
 
-    ``write`` gets events, ``say`` lines for people.
+    ``pages``: of the workers. ``meeting`` tells where the nodes of a round meet. ``write`` gets events, ``say`` lines for people.
     ``on_hung(local_rank, blame, note, stack, seconds)``: end this worker, which counts as its failure; it has made no step for ``seconds``.
     """
 
@@ -48,20 +45,16 @@ class HangWatch:
         timeout: float | None,
         first_step: float | None,
         workers: Workers,
+        pages: ProgressPages,
+        meeting: Callable[[NodeRound], Meeting],
         write: Callable[[Event], None],
         say: Callable[[str], None],
         on_hung: Callable[[int, Blame, str, list[str], float], None],
     ) -> None:
-        self.pages = ProgressPages()
-        self.stacks = Stacks(workers, self.pages)
-        self.stragglers: list[int] = []  # ranks of workers that were named as such in this round
-        self._standing = Standing(workers, self.stacks, timeout is not None or first_step is not None, say)
-        self._rates = StepRates()
-        self._stragglers = Stragglers()
-        self._job_times = JobTimes()
-        self._compare_at = math.inf  # when to look for stragglers, on ``elastirun.clock``
+        self.stacks = Stacks(workers, pages)
         self._detector = None if timeout is None and first_step is None else HangDetector(timeout, first_step)
-        self._workers, self._write, self._say, self._on_hung = workers, write, say, on_hung
+        self._workers, self._pages, self._meeting = workers, pages, meeting
+        self._write, self._say, self._on_hung = write, say, on_hung
         self._look_at = math.inf  # when to take the next sample, on ``elastirun.clock``; infinity: the workers are not watched
         self._judge_at: float | None = None  # when the stacks that were asked for are there; None: no hang
         self._act_at: float | None = None  # when the workers in ``_verdict`` are ended; None: not judged yet
@@ -83,69 +76,38 @@ class HangWatch:
             question.end()
         self._questions, self._asked = {}, False
 
+    def workers_started(self, round: NodeRound) -> None:
+        self.start(None if round.alone else partial(self._meeting, round))
+
+    def round_stops(self, stop: Stop, grace: float) -> None:
+        self.stop()
+
+    def idle(self) -> None:
+        self.stop()
+
     def start(self, meet: Callable[[], Meeting] | None) -> None:
         """A round's workers were started. ``meet`` returns where the nodes meet; None: all workers run on this node."""
-        self._stragglers.start_round()
-        self.stragglers.clear()
-        self._compare_at = clock.now() + WINDOW
-        if meet is not None or len(self._workers.processes) > 1:
-            self._standing.start(clock.now())
         self._meet = meet
         if self._detector is not None:
             self._debugged = {}
             self._detector.start_round(clock.now())
             self._look_at = clock.now() + self._detector.interval
 
-    def steps(self, now: float) -> tuple[WorkerSteps, ...]:
-        """Return the steps of the workers here that stamp their pages."""
-        processes = self._workers.processes
-        ranks = {local_rank: process.spec.rank for local_rank, process in processes.items()}
-        found = self._rates.look(now, time.monotonic_ns(), self._read(), ranks)
-        slow = {local_rank: one.factor for local_rank, one in self._stragglers.slow.items()}
-        return tuple(replace(one, times_median=slow.get(one.local_rank)) for one in found)
-
-    def _read(self) -> dict[int, Page]:
-        """Return the pages of the workers that stamp them, by local rank."""
-        return {local_rank: page for local_rank in self._workers.processes if (page := self.pages.read(local_rank))}
-
     def stop(self) -> None:
         """The round's workers are being stopped, or have ended."""
-        self._look_at = self._compare_at = math.inf
-        self._standing.stop()
+        self._look_at = math.inf
         self._forget()
 
     def close(self) -> None:
         self.stop()
-        self.pages.close()
 
     def tick(self, now: float) -> float:
-        """Do what is due. Returns when to be called next, on ``elastirun.clock``."""
-        return min(self._look_for_hangs(now), self._look_for_stragglers(now), self._standing.tick(now))
-
-    def _look_for_stragglers(self, now: float) -> float:
-        if now >= self._compare_at:
-            self._compare_at = now + WINDOW
-            meeting = self._meet() if self._meet is not None else None
-            found = self._stragglers.look(self._read(), self._job_times.median(meeting.fence) if meeting else None)
-            if meeting and self._stragglers.alone:
-                self._job_times.share(meeting, self._stragglers.alone)
-            for one in found:
-                spec = self._workers.processes[one.local_rank].spec
-                device = device_of(spec.env, one.local_rank)
-                self.stragglers.append(spec.rank)
-                self._write(events.Straggler(spec.rank, one.local_rank, device, one.factor, one.seconds, one.median))
-                of_node = "" if one.of_job else " of this node"
-                took = f"{one.seconds:.3g} s a step, the median rank{of_node} {one.median:.3g} s"
-                self._say(f"rank {spec.rank} (local rank {one.local_rank}, {device}) is a straggler: it computes for {took}")
-        return self._compare_at
-
-    def _look_for_hangs(self, now: float) -> float:
         detector = self._detector
         if detector is None or self._look_at == math.inf:
             return math.inf
         if now >= self._due:
             self._look_at = now + detector.interval
-            pages = self._read()
+            pages = self._pages.of(self._workers.processes)
             seconds = detector.look(now, pages)
             if seconds is None:
                 if self._verdict is not None:
@@ -195,9 +157,7 @@ class HangWatch:
         self._say(f"the workers here hang: no step for {seconds:.0f} s (limit {limit:.0f} s); where they are, innermost call first:")
         for worker in self._observed:
             self._say(f"  rank {worker.rank} (pid {worker.pid}, {worker.steps} steps): {causes.describe(worker)}")
-        workers = [
-            {"rank": one.rank, "pid": one.pid, "steps": one.steps, "stack": causes.traceback(one)} for one in self._observed
-        ]
+        workers = [{"rank": one.rank, "pid": one.pid, "steps": one.steps, "stack": causes.traceback(one)} for one in self._observed]
         self._write(events.Hang(round(seconds, 3), round(limit, 3), sorted(verdict.ranks), workers))
         self._act_at = now
         if self._meet is not None and verdict.how != causes.STOPPED:
@@ -249,11 +209,3 @@ class HangWatch:
                 note = f"hung: no step for {seconds:.0f} s{why}"
                 self._on_hung(worker.local_rank, blame, note, causes.traceback(worker), seconds)
 
-
-def device_of(env: Mapping[str, str], local_rank: int) -> str:
-    """Return the device that a worker most likely uses, for people."""
-    visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    if visible or os.path.exists("/dev/nvidia0"):
-        names = visible.split(",") if visible else []
-        return f"GPU {names[local_rank] if local_rank < len(names) else names[0] if len(names) == 1 else local_rank}"
-    return "CPU"

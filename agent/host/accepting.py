@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 from collections.abc import Callable
@@ -27,19 +28,19 @@ class Accepting:
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self._listening, self._selector, self._take, self._make_room = listening, selector, take, make_room
-        self._accept_at: float | None = None  # when to accept again, on ``elastirun.clock``; None: the socket is registered
+        self._accept_at = math.inf  # when to accept again, on ``elastirun.clock``; infinity: the socket is registered
         selector.register(listening, selectors.EVENT_READ, self._accept)
 
-    def tick(self, now: float) -> float | None:
-        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
-        if self._accept_at is not None and now >= self._accept_at:
-            self._accept_at = None
+    def tick(self, now: float) -> float:
+        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; infinity: not by time."""
+        if now >= self._accept_at:
+            self._accept_at = math.inf
             self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
         return self._accept_at
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        self._accept_at = None
+        self._accept_at = math.inf
         with suppress(KeyError, ValueError):  # not registered, or closed before
             self._selector.unregister(self._listening)
         self._listening.close()

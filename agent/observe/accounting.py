@@ -14,6 +14,8 @@ from elastirun.agent.observe import account, events
 from elastirun.agent.observe.account import FAILURE, LEAVE, Account, Stamps, Totals
 from elastirun.agent.observe.events import Event
 from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.agent.part import NodeRound, Part
+from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.records import Broken, RoundRecord
 from elastirun.worker.progress_page import NS, Page
 
@@ -21,7 +23,7 @@ OFTEN, SELDOM = 10.0, 60.0  # seconds between two events with the steps: of a yo
 YOUNG = 300.0  # seconds; so the file of a month has 45,000 such lines, and a short run is seen in detail
 
 
-class Accounting:
+class Accounting(Part):
     """The account of this node from the start of its process on. ``write`` gets events."""
 
     def __init__(self, pages: ProgressPages, write: Callable[[Event], None]) -> None:
@@ -47,13 +49,12 @@ class Accounting:
         """This node begins to sit out. ``join`` ends that."""
         self._account.sit_out(clock.now())
 
-    def start_round(self, number: int) -> None:
-        """The start of the workers of round ``number`` begins."""
-        self._number, self._began = number, clock.now()
-        self._over = number - 1  # a round of this number may have ended in a store that is gone
+    def round_starts(self, round: NodeRound) -> None:
+        self._number, self._began = round.number, clock.now()
+        self._over = round.number - 1  # a round of this number may have ended in a store that is gone
         self._account.start_round(self._began)
 
-    def workers_started(self) -> None:
+    def workers_started(self, round: NodeRound) -> None:
         self._account.workers_started(clock.now())
         self._steps_at, self._shown = clock.now() + OFTEN, None
 
@@ -64,7 +65,7 @@ class Accounting:
             self._write_steps()
         return self._steps_at
 
-    def see(self, record: RoundRecord | None) -> None:
+    def see(self, record: RoundRecord | None, now: float) -> None:
         """Note the end of a round that the round record tells of.
 
         The end of one round may be told several times: with more lost nodes, or with another cause, by the node that has taken over the
@@ -75,18 +76,15 @@ class Accounting:
         if (record.round, record.broken) != self._broken:
             self._broken = record.round, record.broken
             again, self._over = record.round <= self._over, max(self._over, record.round)
-            self._account.end_early(record.broken.cause.value, clock.now(), self._stamps(), again=again)
+            self._account.end_early(record.broken.cause.value, now, self._stamps(), again=again)
 
     def worker_failed(self) -> None:
-        """A worker of this node failed, so the round is about to end."""
         self._account.end_early(FAILURE, clock.now(), self._stamps(), certain=False)
 
-    def stop(self) -> None:
-        """The workers of this node are about to be stopped."""
+    def round_stops(self, stop: Stop, grace: float) -> None:
         self._account.end_early(LEAVE, clock.now(), self._stamps(), certain=False)
 
-    def end_round(self) -> None:
-        """All workers of the round on this node have ended."""
+    def idle(self) -> None:
         self._write_steps()
         self._steps_at = math.inf
         if spent := self._account.end_round(clock.now(), self._stamps()):

@@ -9,8 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from elastirun import clock
+from elastirun.agent import part
 from elastirun.agent.observe import account
 from elastirun.agent.output.log_files import LogFile
+from elastirun.agent.part import NodeRound, Part
+from elastirun.rendezvous.wire import actions
 from elastirun.rendezvous.wire.records import Blame, ExitRecord, RoundRecord
 
 FORMAT = 1  # raised when a field changes its meaning
@@ -260,49 +264,58 @@ class EventLog:
             self._file = None
 
 
-class RoundEvents:
-    """Writes the events of rounds to ``log``, and remembers when the last round ended: their durations count from that moment.
+class RoundEvents(Part):
+    """Writes the events of rounds and workers to ``log``, and remembers when the last round ended: their durations count from that moment.
 
     ``ended``: how many rounds have ended before their work was done, by cause. ``started_at``: when this node's workers were started last.
+    ``node``: the id of this one. ``silent_for``: node id to seconds without a keep-alive.
     """
 
-    def __init__(self, log: EventLog, node: str) -> None:
+    def __init__(self, log: EventLog, node: str, silent_for: Callable[[str], float]) -> None:
         self.ended: Counter[str] = Counter()
         self.started_at: float | None = None
         self._log = log
-        self._node = node  # id of this node
+        self._node, self._silent_for = node, silent_for
         self._seen: RoundRecord | None = None  # the record whose changes are written
+        self._number = 0  # of the round whose workers run here, or ran last
         self._over_since: float | None = None  # when this node knew that the last round is over, until the next one starts
 
-    def see(self, record: RoundRecord | None, now: float, silent_for: Callable[[str], float]) -> None:
-        """Write what has changed since the last ``record``. ``silent_for``: node id to seconds without a keep-alive."""
+    def see(self, record: RoundRecord | None, now: float) -> None:
+        """Write what has changed since the last ``record``."""
         if record is None or record is self._seen:
             return
         for event in changes(self._seen, record):
             if isinstance(event, Broken):
                 self._over_since = self._over_since or now
                 if record.broken and record.broken.by == self._node and record.broken.died:
-                    event = BrokenByLoss(**vars(event), detected_after=round(silent_for(record.broken.died[0]), 3))
+                    event = BrokenByLoss(**vars(event), detected_after=round(self._silent_for(record.broken.died[0]), 3))
             self._log.write(event)
         self.ended.update(ended_rounds(self._seen, record))
         self._seen = record
 
-    def start(self, record: RoundRecord, node_rank: int, ranks: Sequence[int], kept: Sequence[int], now: float) -> None:
-        """The workers with these ranks are started on this node; those of ``kept`` go on in the processes that they have."""
-        after = None if self._over_since is None else round(now - self._over_since, 3)
+    def round_starts(self, round: NodeRound) -> None:
+        record, now = round.record, clock.now()
+        after = self._since_over(now)
         nodes, workers = len(record.members), record.world_size
-        self._log.write(Round(record.round, record.fence, record.reason, nodes, workers, node_rank, ranks, after, kept))
-        self._over_since, self.started_at = None, now
+        self._log.write(
+            Round(record.round, record.fence, record.reason, nodes, workers, round.node_rank, [*round.ranks], after, round.kept)
+        )
+        self._number, self._over_since, self.started_at = record.round, None, now
 
-    def stop(self, number: int, planned: bool, reason: str, grace: float, now: float) -> None:
-        """The workers of round ``number`` get the stop signal, and have ``grace`` seconds."""
-        self._over_since = now
-        self._log.write(Stop(number, planned, reason, grace))
+    def worker_ended(self, end: part.WorkerExit) -> None:
+        self._log.write(WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
 
-    def stopped(self, number: int, now: float) -> None:
-        """The last worker of round ``number`` has ended. Writes nothing where the round itself was not over before."""
-        if self._over_since is not None:
-            self._log.write(Stopped(number, round(now - self._over_since, 3)))
+    def round_stops(self, stop: actions.Stop, grace: float) -> None:
+        self._over_since = clock.now()
+        self._log.write(Stop(self._number, stop.planned, stop.reason, grace))
+
+    def idle(self) -> None:
+        """Write nothing where the round itself was not over before."""
+        if (after := self._since_over(clock.now())) is not None:
+            self._log.write(Stopped(self._number, after))
+
+    def _since_over(self, now: float) -> float | None:
+        return None if self._over_since is None else round(now - self._over_since, 3)
 
 
 def ended_rounds(old: RoundRecord | None, new: RoundRecord) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterable
 
 from elastirun import linux
 from elastirun.worker.progress_page import FARTHEST, HEADER, MAGIC, SIZE, Page
@@ -43,6 +44,10 @@ class ProgressPages:
         """Return the page of a worker, also of one that stamps none; None where there is no page."""
         fd = self._fds.get(local_rank)
         return Page.parse(os.pread(fd, HEADER, 0)) if fd is not None else None
+
+    def of(self, local_ranks: Iterable[int]) -> dict[int, Page]:
+        """Return the pages of those of these workers that stamp theirs, by local rank."""
+        return {local_rank: page for local_rank in local_ranks if (page := self.read(local_rank))}
 
     def read_all(self) -> list[Page]:
         """Return the pages of all workers of the round that stamp theirs, also of those that have ended."""

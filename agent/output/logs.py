@@ -18,6 +18,7 @@ from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.lines import LastLines
 from elastirun.agent.output.log_files import LogFile, close_all, make_run_folder, open_all, tail
 from elastirun.agent.output.round_logs import NO_FILES, STREAM_NAMES, RoundLogs, Route, files_of, route_of
+from elastirun.agent.part import Part
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import LogPolicy, Std
 from elastirun.errors import StartError, UsageError
@@ -28,7 +29,7 @@ START_LIMIT = 10.0  # seconds to make the run's folder; this node takes part in 
 END_LIMIT = 3.0  # seconds for what is still to be written when the agent ends
 
 
-class RunLogs:
+class RunLogs(Part):
     """The logs of all rounds of one agent.
 
     Files: ``<log_dir>/<run_id>_<node>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``. Only their owner

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from http import HTTPStatus
 
 from elastirun import __version__, clock
-from elastirun.agent.hangs.watch import HangWatch
+from elastirun.agent.hangs.straggler_watch import StragglerWatch
 from elastirun.agent.host import net
 from elastirun.agent.observe.account import Totals
 from elastirun.agent.observe.accounting import Accounting
@@ -52,7 +52,7 @@ class Parts:
     workers: Workers
     rounds: RoundEvents
     memory: CheckpointMemory
-    hangs: HangWatch
+    stragglers: StragglerWatch
     accounting: Accounting
     quarantine: Quarantine
 
@@ -116,7 +116,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         finished=tuple(sorted(parts.workers.finished)),
         workers=_workers(parts.workers, state, config.nproc),
         checkpoints_held_bytes=parts.memory.size,
-        steps=parts.hangs.steps(now),
+        steps=parts.stragglers.steps(now),
         account=parts.accounting.totals(now),
     )
 

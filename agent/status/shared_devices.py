@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
+from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.status import own_agents
-from elastirun.rendezvous.wire.records import Member
 from elastirun.threads import start_thread
 
 GPU = "/dev/nvidia0"  # there is one on this machine
@@ -25,14 +25,23 @@ def overlap(some: str, others: str) -> bool:
     return bool(a and b) and (ALL in a | b or not a.isdisjoint(b))
 
 
-def warn_of_twins(members: Sequence[Member], rank: int, job: str, own: str, mine: str, say: Callable[[str], None]) -> None:
-    """Warn, by ``say``, of another agent of ``job`` on this machine whose workers see GPUs that those of the member ``rank`` see, too.
+class TwinWarning(Part):
+    """Warns, by ``say``, of another agent of ``job`` on this machine whose workers see GPUs that the workers here see, too.
 
     ``own`` and ``mine``: this agent's socket, and its ``devices``. Other agents may take a second to answer: a thread of its own asks them.
     """
-    twins = [m for m in members if (m.name, m.address) == (members[rank].name, members[rank].address)]
-    if len(twins) > 1 and os.path.exists(GPU):
-        start_thread("shared-devices", _ask, job, own, mine, say)
+
+    def __init__(self, job: str, own: str, mine: str, say: Callable[[str], None]) -> None:
+        self._job, self._own, self._mine, self._say = job, own, mine, say
+        self._asked = False
+
+    def round_starts(self, round: NodeRound) -> None:
+        members = round.record.members
+        me = members[round.node_rank]
+        twins = [member for member in members if (member.name, member.address) == (me.name, me.address)]
+        if not self._asked and len(twins) > 1 and os.path.exists(GPU):
+            start_thread("shared-devices", _ask, self._job, self._own, self._mine, self._say)
+        self._asked = True
 
 
 def _ask(job: str, own: str, mine: str, say: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import resource
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from elastirun import clock, linux
 from elastirun.agent.host import memory
 from elastirun.agent.observe.events import CheckpointsHeld, Event
+from elastirun.agent.part import Part
 from elastirun.agent.workers.local_socket import Client, LocalSocket, close_aside
 
 MAX_LINE = 1024  # bytes; a name has about 20, and one that is too long gets an answer
@@ -43,7 +45,7 @@ def limit() -> int:
     return memory.available() // SHARE
 
 
-class CheckpointMemory:
+class CheckpointMemory(Part):
     """The agent's end of the socket. All calls happen in the loop's thread; nothing blocks.
 
     ``folder``: that of the socket; empty: there is none, and nothing is held. ``write`` gets events, ``say`` lines for people.
@@ -64,7 +66,7 @@ class CheckpointMemory:
         self._most = MAX_HELD if files == resource.RLIM_INFINITY else min(MAX_HELD, files // 4)
         self._held: dict[str, int] = {}  # by name: the descriptor
         self._shown = 0  # bytes in the last event
-        self._show_at: float | None = None  # when to look whether an event is due, on ``elastirun.clock``
+        self._show_at = math.inf  # when to look whether an event is due, on ``elastirun.clock``
         self._full = False  # people were told that the limit is reached
         self._socket: LocalSocket | None = None
         if folder:
@@ -78,16 +80,15 @@ class CheckpointMemory:
         """Bytes held. Pages that were never written count as well."""
         return sum(os.fstat(fd).st_size for fd in self._held.values())
 
-    def tick(self, now: float) -> float | None:
-        """Write an event if it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
-        if self._show_at is not None and now >= self._show_at:
-            self._show_at = None
+    def tick(self, now: float) -> float:
+        """Write an event if it is time."""
+        if now >= self._show_at:
+            self._show_at = math.inf
             size = self.size
             if abs(size - self._shown) > NOTABLE * self._shown:
                 self._shown = size
                 self._write(CheckpointsHeld(len(self._held), size, self._limit))
-        accept_at = self._socket.tick(now) if self._socket is not None else None
-        return min((moment for moment in (self._show_at, accept_at) if moment is not None), default=None)
+        return min(self._show_at, math.inf if self._socket is None else self._socket.tick(now))
 
     def close(self) -> None:
         """Let all go."""

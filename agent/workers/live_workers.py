@@ -6,6 +6,7 @@ process has connected. All calls happen in the loop's thread; nothing blocks.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import selectors
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from elastirun.agent.host.accepting import Accepting
+from elastirun.agent.part import Part, WorkerExit
 from elastirun.agent.workers import live_states
 from elastirun.agent.workers.parking import Parking
 from elastirun.linux import peer_of
@@ -23,7 +25,7 @@ BACKLOG = 1024  # connections that wait for the loop: all workers of a large nod
 PER_TURN = 64  # messages that are read of one connection at a time
 
 
-class LiveWorkers:
+class LiveWorkers(Part):
     """Asks live workers to park and to go on.
 
     ``is_worker(pid)``: whether this is a worker that runs here. ``on_parked(pid)``: a worker that was asked to park has left its round.
@@ -77,18 +79,18 @@ class LiveWorkers:
         """Return the round in which the ranks agreed upon the state of a parked worker; 0: it has none."""
         return self._parking.settled(pid)
 
-    def tick(self, now: float) -> float | None:
-        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
-        return None if self._accepting is None else self._accepting.tick(now)
+    def tick(self, now: float) -> float:
+        """Accept connections again when it is time."""
+        return math.inf if self._accepting is None else self._accepting.tick(now)
 
-    def worker_ended(self, pid: int, code: int) -> None:
+    def worker_ended(self, end: WorkerExit) -> None:
         """Forget a worker. Its forks may hold the connection for longer.
 
         If it had a state and has succeeded, training has ended. Tell that to the workers that wait to be taken in.
         """
-        self._drop(pid)
-        round, env = self._trains.pop(pid, (0, {}))
-        if round and code == 0:
+        self._drop(end.pid)
+        round, env = self._trains.pop(end.pid, (0, {}))
+        if round and end.code == 0:
             address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
             live_states.tell_over(address, port, round, partial(self._runs, round))
 

@@ -68,8 +68,8 @@ class LocalSocket:
         self.path = f"{folder}/{name}"
         self._accepting = Accepting(listening, selector, self._take, self._make_room)
 
-    def tick(self, now: float) -> float | None:
-        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
+    def tick(self, now: float) -> float:
+        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; infinity: not by time."""
         return self._accepting.tick(now)
 
     def answer(self, client: Client, line: str, fd: int | None = None) -> None:

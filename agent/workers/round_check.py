@@ -10,12 +10,15 @@ A worker that sends ``stop`` in place of a token reads why the agent has signall
 
 from __future__ import annotations
 
+import math
 import selectors
 import shutil
 import tempfile
 from collections.abc import Callable
 
+from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.workers.local_socket import Client, LocalSocket
+from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.codec import clip
 from elastirun.rendezvous.wire.events import Synced, SyncFailed
 from elastirun.rendezvous.wire.records import RoundRecord
@@ -37,7 +40,7 @@ def still_holds(record: RoundRecord | None, fence: str, me: str) -> bool:
     return record.broken is None or me not in record.broken.lost
 
 
-class RoundCheck:
+class RoundCheck(Part):
     """The agent's end of the socket. All calls happen in the loop's thread; nothing blocks.
 
     ``me`` is this node's id. ``read_store()`` asks for a read of the store soon; ``describe_store()`` says in a line where it is. Where no
@@ -52,7 +55,7 @@ class RoundCheck:
         self._describe_store = describe_store
         self._store_answers = True  # the last exchange with the store succeeded
         self._socket: LocalSocket | None = None
-        self.stopping = "no"  # whether the workers are being stopped: "planned", "failure"
+        self._stopping = "no"  # whether the workers are being stopped: "planned", "failure"
         self.folder = self.path = self.trouble = ""
         try:
             self.folder = tempfile.mkdtemp(prefix=FOLDER)  # 0700
@@ -77,9 +80,14 @@ class RoundCheck:
             elif event.started >= (client.asked or 0.0):
                 self._socket.answer(client, "yes" if not replaced() and still_holds(event.round, client.line, self._me) else "no")
 
-    def tick(self, now: float) -> float | None:
-        """Return when to be called next, on ``elastirun.clock``; None: not by time."""
-        return None if self._socket is None else self._socket.tick(now)
+    def round_starts(self, round: NodeRound) -> None:
+        self._stopping = "no"
+
+    def round_stops(self, stop: Stop, grace: float) -> None:
+        self._stopping = "planned" if stop.planned else "failure"
+
+    def tick(self, now: float) -> float:
+        return math.inf if self._socket is None else self._socket.tick(now)
 
     def close(self) -> None:
         if self._socket is not None:
@@ -90,6 +98,6 @@ class RoundCheck:
     def _asked(self, client: Client) -> None:
         if client.line in (STOP, STORE):
             assert self._socket is not None
-            self._socket.answer(client, self.stopping if client.line == STOP else self._describe_store())
+            self._socket.answer(client, self._stopping if client.line == STOP else self._describe_store())
         elif self._store_answers:  # else the machine retries by itself, with a backoff
             self._read_store()

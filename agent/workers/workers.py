@@ -5,10 +5,10 @@ from __future__ import annotations
 import selectors
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from elastirun import clock
 from elastirun.agent.output.round_logs import RoundLogs
+from elastirun.agent.part import WorkerExit
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
 from elastirun.agent.workers.left_running import LeftRunning
@@ -21,19 +21,6 @@ STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 def stopped_by_signal(code: int) -> bool:
     """Return whether exit code ``code`` means one of ``STOP_SIGNALS``, also in a shell's way: 128 + n."""
     return -code in STOP_SIGNALS or code - 128 in STOP_SIGNALS
-
-
-@dataclass(frozen=True)
-class WorkerExit:
-    """The end of one worker."""
-
-    local_rank: int
-    rank: int
-    pid: int
-    code: int  # exit status; minus the signal number when a signal ended it
-    after: float  # seconds since the start of the round's workers, less the pause of this worker
-    killed_by_us: bool  # the worker was alive when the agent signalled it
-    catches_term: bool = False  # the worker failed with an exit code, and had a handler for SIGTERM
 
 
 class Workers:

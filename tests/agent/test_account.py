@@ -11,6 +11,7 @@ from elastirun import clock
 from elastirun.agent.observe.account import NO_STAMPS, Account, Spent, Stamps, Totals, lines, stamps
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.agent.part import NodeRound
 from elastirun.rendezvous.wire.records import Broken, Cause, RoundRecord
 from elastirun.worker.progress_page import FARTHEST, NS, Page
 from tests.agent.test_hangs import pages, worker
@@ -242,16 +243,20 @@ def broken(number: int, cause: Cause, lost: tuple[str, ...] = (), term: int = 0)
     return RoundRecord("s", round=number, broken=Broken(cause, "why", "n1", lost), term=term)
 
 
+def round_of(number: int) -> NodeRound:
+    return NodeRound(RoundRecord("s", round=number), 0, {})
+
+
 def ended(*told: RoundRecord | int) -> dict[str, int]:
     """Return the rounds that have ended early for a node of round 1 which reads these records. A number: it starts that round."""
     kept = Accounting(ProgressPages(), lambda event: None)
-    kept.start_round(1)
+    kept.round_starts(round_of(1))
     for record in told:
         if isinstance(record, int):
-            kept.start_round(record)
+            kept.round_starts(round_of(record))
         else:
-            kept.see(record)
-            kept.end_round()
+            kept.see(record, clock.now())
+            kept.idle()
     return dict(kept.totals(clock.now()).rounds_ended)
 
 

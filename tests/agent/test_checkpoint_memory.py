@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 import os
 import resource
 import selectors
@@ -298,7 +299,7 @@ def test_without_an_agent_nothing_is_held(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ELASTIRUN_SOCKET", f"{tmp_path}/agent")
     assert "No such file" in put("a") and memory_tier.found() == {}
     nowhere = CheckpointMemory("", selectors.PollSelector(), print, print)
-    assert nowhere.tick(0.0) is None
+    assert nowhere.tick(0.0) == math.inf
     nowhere.close()
 
 
@@ -320,16 +321,16 @@ def test_events_tell_the_amount_when_it_has_settled(tmp_path: Path, monkeypatch:
     agent = Agent(tmp_path, 10 * MIB)
     held = agent.memory
     try:
-        assert held.tick(now) is None
+        assert held.tick(now) == math.inf
         put("a", size=MIB)
         put("b", size=2 * MIB)
         assert held.tick(now) == 101.0 and agent.events == []
-        assert held.tick(101.0) is None and agent.events == [CheckpointsHeld(2, 3 * MIB, 10 * MIB)]
+        assert held.tick(101.0) == math.inf and agent.events == [CheckpointsHeld(2, 3 * MIB, 10 * MIB)]
         put("a", size=MIB + 4096)
-        assert held.tick(101.0) is None and len(agent.events) == 1, "not for a change that nobody needs to know"
+        assert held.tick(101.0) == math.inf and len(agent.events) == 1, "not for a change that nobody needs to know"
         memory_tier.drop("a")
         memory_tier.drop("b")
-        assert held.tick(101.0) is None and agent.events[1:] == [CheckpointsHeld(0, 0, 10 * MIB)]
+        assert held.tick(101.0) == math.inf and agent.events[1:] == [CheckpointsHeld(0, 0, 10 * MIB)]
     finally:
         agent.close()
 

@@ -12,7 +12,7 @@ from elastirun.agent.failures.classify import (
     make_record,
     shows_own_failure,
 )
-from elastirun.agent.workers.workers import WorkerExit
+from elastirun.agent.part import WorkerExit
 from elastirun.rendezvous.wire.records import Blame, ExitRecord
 from elastirun.train.errors import WrongUse
 

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,16 +26,17 @@ from elastirun.agent.hangs import watch as hang_watch
 from elastirun.agent.hangs.causes import BEHIND, main_stack
 from elastirun.agent.hangs.detection import AUTO, HangDetector
 from elastirun.agent.hangs.reports import SharedVerdict
+from elastirun.agent.hangs.straggler_watch import StragglerWatch
 from elastirun.agent.hangs.stragglers import Median
 from elastirun.agent.hangs.watch import HangWatch
 from elastirun.agent.observe import events
 from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.agent.part import NodeRound, WorkerExit
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.store.node_reports import Meeting
-from elastirun.agent.workers.workers import WorkerExit
 from elastirun.progress import EXIT_LIMIT
-from elastirun.rendezvous.wire.records import Blame, ExitRecord
+from elastirun.rendezvous.wire.records import Blame, ExitRecord, Member, RoundRecord
 from elastirun.worker.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
 from tests.support.cluster import PATIENCE
 from tests.support.until import until
@@ -313,9 +315,9 @@ class Watched:
         self.events: list[Any] = []
         self.ended: list[tuple[int, Blame, str, list[str]]] = []
         workers: Any = SimpleNamespace(processes={process.spec.local_rank: process}, finished=[])
-        self.watch = HangWatch(timeout, first, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end[:4]))
-        self.watch.pages = self.pages = pages
-        self.watch.stacks._pages = pages
+        heard = self.events.append, self.said.append, lambda *end: self.ended.append(end[:4])
+        self.watch = HangWatch(timeout, first, workers, pages, lambda round: MEETING, *heard)
+        self.pages = pages
         self.local_rank = process.spec.local_rank
         self.watch.start(None if alone else lambda: MEETING)
         self.now = clock.now()
@@ -400,43 +402,59 @@ def test_a_step_in_the_meantime_ends_the_alarm(worker: Any, pages: ProgressPages
     assert watched.ended == []
 
 
-def test_a_straggler_is_named_whatever_the_hang_timeout_is(worker: Any, pages: ProgressPages) -> None:
-    told = "for _ in range(10):\n    computed(0.02, 0.01)\ncomputed(math.nan, 1.0)"
-    script = WORKER.replace("print(", f"from elastirun.progress import computed\n{told}\nprint(")
-    watched = Watched(worker(script=script), pages, timeout=None)
+class Compared:
+    """A watch for stragglers of one process, in a round with another node or without, and what it has said and done."""
+
+    def __init__(self, process: Process, read: Callable[[int], Any], alone: bool = True) -> None:
+        self.said: list[str] = []
+        self.events: list[Any] = []
+        workers: Any = SimpleNamespace(processes={process.spec.local_rank: process})
+        pages: Any = SimpleNamespace(of=lambda local_ranks: {one: read(one) for one in local_ranks})
+        self.watch = StragglerWatch(workers, pages, lambda round: MEETING, self.events.append, self.said.append)
+        members = (Member("a", "a", "127.0.0.1", 1, 1), Member("b", "b", "127.0.0.1", 1, 1))
+        self.watch.workers_started(NodeRound(RoundRecord("s", round=1, members=members[: 1 if alone else 2]), 0, {}))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, by the watch's clock."""
+        end, now = clock.now() + seconds, -math.inf
+        while (due := self.watch.tick(now)) <= end:
+            now = due
+
+
+def test_a_straggler_is_named_and_shown(worker: Any) -> None:
     looks = iter([200, 300, 400, 500])
 
     def read(local_rank: int) -> Any:
         steps = next(looks)
         return Page(1, 0, steps, 0, 0, 0, busy=steps * NS // 50, median=steps * NS // 100)
 
-    watched.watch.pages.read, own = read, pages.read  # type: ignore[method-assign,assignment]
-    watched.watch._standing.stop()  # which would read the page, too
+    watched = Compared(worker(), read)
     watched.run(81)
     (event,) = watched.events
     assert isinstance(event, events.Straggler) and (event.rank, event.times_median, event.seconds) == (7, 2.0, 0.02)
     assert watched.said == ["rank 7 (local rank 0, CPU) is a straggler: it computes for 0.02 s a step, the median rank 0.01 s"]
     looks = iter([600])
     (shown,) = watched.watch.steps(clock.now())
-    assert shown.times_median == 2.0
-    found = own(0)
+    assert shown.times_median == 2.0 and watched.watch.named == [7]
+
+
+def test_a_worker_tells_how_long_it_has_computed_and_how_long_the_median_rank(worker: Any, pages: ProgressPages) -> None:
+    told = "for _ in range(10):\n    computed(0.02, 0.01)\ncomputed(math.nan, 1.0)"
+    worker(script=WORKER.replace("print(", f"from elastirun.progress import computed\n{told}\nprint("))
+    found = pages.read(0)
     assert found and (found.busy, found.median) == (10 * NS // 50, 10 * NS // 100)
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes(worker: Any, pages: ProgressPages, alone: bool) -> None:
-    watched, shared = Watched(worker(), pages, timeout=None, alone=alone), []
-    watched.watch._job_times = cast(
-        Any, SimpleNamespace(median=lambda fence: Median(0.1, 2), share=lambda *what: shared.append(what))
-    )
+def test_a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes(worker: Any, alone: bool) -> None:
     looks = iter(range(10, 60, 10))
 
     def read(local_rank: int) -> Any:
         samples = next(looks)
         return Page(1, 0, 100 * samples, 0, 0, 0, busy=samples * NS // 4, sampled=samples)
 
-    watched.watch.pages.read = read  # type: ignore[method-assign]
-    watched.watch._standing.stop()  # which would read the page, too
+    watched, shared = Compared(worker(), read, alone), []
+    watched.watch._job_times = cast(Any, SimpleNamespace(median=lambda fence: Median(0.1, 2), share=lambda *what: shared.append(what)))
     watched.run(81)
     took = "it computes for 0.25 s a step, the median rank 0.1 s"
     assert watched.said == ([] if alone else [f"rank 7 (local rank 0, CPU) is a straggler: {took}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import selectors
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from elastirun.agent.part import WorkerExit
 from elastirun.agent.workers.live_workers import LiveWorkers
 from elastirun.agent.workers.parking import Parking
 from elastirun.errors import TrainError
@@ -175,7 +177,7 @@ def test_of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear(agent:
         worker.send(encode(Parked(3, 10, settled)))
         agent.turn(lambda: agent.parked)
         agent.live.resume(US, 4, env)
-    agent.live.worker_ended(US, code)
+    agent.live.worker_ended(WorkerExit(0, 0, US, code, 1.0, False))
     for thread in [thread for thread in threading.enumerate() if thread.name == "live states"]:
         thread.join(PATIENCE)
     with closing(PlainTcpStore("127.0.0.1", int(env["MASTER_PORT"]))) as store:
@@ -202,7 +204,7 @@ def test_a_worker_that_connects_while_no_descriptor_is_left_is_live_later(agent:
             for fd in taken:
                 os.close(fd)
         due = agent.live.tick(0.0)
-        assert due is not None and agent.live.tick(due) is None
+        assert due < math.inf and agent.live.tick(due) == math.inf
         agent.turn(lambda: agent.live.park([US], 3))
 
 
@@ -348,7 +350,7 @@ def test_a_worker_that_has_made_no_step_since_ends_with_its_error(
 def test_a_worker_ends_when_its_agent_wants_no_more_of_it(agent: Agent, worker: LiveConnection) -> None:
     worker.enter(0, PATIENCE)
     worker.leave(17, 3)
-    agent.live.worker_ended(US, -9)
+    agent.live.worker_ended(WorkerExit(0, 0, US, -9, 1.0, False))
     with pytest.raises(SystemExit) as ended:
         worker.enter(3, PATIENCE)
     assert ended.value.code == ENDED

@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     mutant(
         "why a worker is stopped needs no store",
-        *("workers/round_check", "self.stopping if client.line == STOP else", "self.stopping if False else"),
+        *("workers/round_check", "self._stopping if client.line == STOP else", "self._stopping if False else"),
         *("round_check", "who_asks_why_it_is_stopped_is_answered_at_once"),
     ),
     # The store moves when its host has died.
@@ -400,12 +400,12 @@ MUTANTS = (
     ),
     mutant(
         "an agent says that training has ended",
-        *("workers/live_workers", "        if round and code == 0:\n", "        if False:\n"),
+        *("workers/live_workers", "        if round and end.code == 0:\n", "        if False:\n"),
         *("live_workers", "of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear[succeeds]"),
     ),
     mutant(
         "a worker that fails ends no training",
-        *("workers/live_workers", "        if round and code == 0:\n", "        if round:\n"),
+        *("workers/live_workers", "        if round and end.code == 0:\n", "        if round:\n"),
         *("live_workers", "of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear[fails]"),
     ),
     mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import selectors
@@ -20,6 +21,7 @@ from elastirun import clock
 from elastirun.agent.workers import local_socket, round_check
 from elastirun.agent.workers.local_socket import MAX_CLIENTS
 from elastirun.agent.workers.round_check import RoundCheck, still_holds
+from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.events import Synced, SyncFailed
 from elastirun.rendezvous.wire.records import Broken, Cause, Closed, Member, Place, RoundRecord, Verdict
 from elastirun.train import RoundUnknown, is_current
@@ -227,8 +229,10 @@ def test_a_question_does_not_press_a_store_that_is_in_trouble(agent: Agent) -> N
 
 
 def test_who_asks_why_it_is_stopped_is_answered_at_once(agent: Agent) -> None:
-    for answer in ("no", "planned", "failure"):
-        agent.check.stopping = answer
+    stops = Stop(planned=True, reason="why"), Stop(planned=False, reason="why")
+    for stop, answer in ((None, "no"), (stops[0], "planned"), (stops[1], "failure")):
+        if stop:
+            agent.check.round_stops(stop, 1.0)
         with agent.client(b"stop\n") as asking:
             asking.setblocking(False)
             assert asking.recv(100) == answer.encode() + b"\n" and agent.reads == 0
@@ -272,7 +276,7 @@ def test_questions_are_answered_again_after_the_descriptors_had_run_out(agent: A
                 os.close(fd)
         due = agent.check.tick(clock.now())
         assert due is not None
-        assert agent.check.tick(due) is None
+        assert agent.check.tick(due) == math.inf
         asking.sendall(b"s:3\n")
         agent.turn()
         agent.turn()

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from elastirun.agent.part import NodeRound
 from elastirun.agent.status import own_agents, shared_devices
 from elastirun.agent.status.own_agents import OwnAgent
-from elastirun.agent.status.shared_devices import devices, overlap, warn_of_twins
-from elastirun.rendezvous.wire.records import Member
+from elastirun.agent.status.shared_devices import TwinWarning, devices, overlap
+from elastirun.rendezvous.wire.records import Member, RoundRecord
 from tests.support.cluster import PATIENCE, free_port
 
 HERE, TWIN, ELSEWHERE = Member("a", "n", "10.0.0.1", 1, 2), Member("b", "n", "10.0.0.1", 2, 2), Member("c", "m", "10.0.0.2", 3, 2)
@@ -53,7 +54,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def look(said: list[str], *members: Member, mine: str = "1", job: str = "job") -> None:
-    warn_of_twins(members, 0, job, "/own", mine, said.append)
+    warning = TwinWarning(job, "/own", mine, said.append)
+    warning.round_starts(NodeRound(RoundRecord("s", round=1, members=members), 0, {}))
     for thread in threading.enumerate():
         if thread.name == "shared-devices":
             thread.join()

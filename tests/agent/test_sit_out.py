@@ -12,6 +12,7 @@ import pytest
 from elastirun import clock
 from elastirun.agent import quarantine as sit_out
 from elastirun.agent.observe import events
+from elastirun.agent.part import NodeRound
 from elastirun.agent.quarantine import AGAIN, CHECK, LOOK_LIMIT, Quarantine
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.peers.ranks import member
@@ -34,11 +35,10 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, strikes: int, *spares: NodeRow, answers: bool = True) -> None:
         rows = {row.id: row for row in (A, B, *spares)}
         self.found = Synced(0.0, 0.0, ROUND, rows) if answers else None
-        self.looked, self.kept = 0, False
+        self.looked = 0
         monkeypatch.setattr(sit_out, "Look", self.look)
         self.machine: Any = SimpleNamespace(record=ROUND, row=B, hosting=False, store=SimpleNamespace(place=None, kept_alive=clock.now()))
         self.machine.rules = SimpleNamespace(majority=True)
-        self.posted: list[object] = []
         self.lines: list[str] = []
         self.events: list[events.Event] = []
         access = SimpleNamespace(for_status=lambda place: {}, key_prefix="")
@@ -47,76 +47,79 @@ class Node:
             strikes=strikes, strikes_cooldown=100.0, fixed_ranks=False, standalone=False, min_nodes=2, token=None, timing=Timing()
         )
         accounting: Any = SimpleNamespace(sit_out=lambda: None, join=lambda: None)
-        self.sit_out = Quarantine(config, session, accounting, self.events.append, self.lines.append, lambda: None)
+        self.tracker: Any = SimpleNamespace(stopped=True, failures=())
+        self.stragglers: Any = SimpleNamespace(named=[])
+        write = self.events.append, self.lines.append
+        self.sit_out = Quarantine(config, session, accounting, self.tracker, self.stragglers, *write, lambda: None)
 
     def look(self, *_: object) -> Any:
         self.looked += 1
         return SimpleNamespace(found=self.found, done=self.found is not None)
 
     def post(self, event: object) -> None:
-        """Keep the events that let the node join. The other one comes first, and without it the others would wait for this node."""
-        if isinstance(event, SitsOut):
-            self.machine.row = replace(self.machine.row, done_round=3, note=event.why, failures=event.failures)
-        else:
-            self.posted.append(event)
+        assert isinstance(event, SitsOut)
+        self.machine.row = replace(self.machine.row, done_round=3, note=event.why, failures=event.failures)
 
-    def ends_round(self, *failures: ExitRecord, number: int = 3, stragglers: tuple[int, ...] = (), leaving: bool = False) -> list[object]:
-        """End a round. Return the events that the machine gets immediately."""
-        self.posted.clear()
-        self.sit_out.workers_stopped(number, failures, self.kept, stragglers, leaving)
+    def ends_round(self, *failures: ExitRecord, number: int = 3, stragglers: tuple[int, ...] = ()) -> bool:
+        """End a round. Return whether the node may be in the next one."""
+        self.tracker.failures, self.stragglers.named = failures, stragglers
+        self.sit_out.round_starts(NodeRound(replace(ROUND, round=number), 0, {}))
+        self.sit_out.idle()
         self.sit_out.tick(clock.now())
-        return list(self.posted)
+        return not self.sit_out.holds
 
-    def told(self) -> list[tuple[ExitRecord, ...]]:
-        return [event.failures for event in self.posted if isinstance(event, WorkersStopped)]
+    def sees(self, record: RoundRecord) -> None:
+        self.sit_out.see(record, clock.now())
 
 
 def test_it_sits_out_from_its_last_strike_on_and_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 2, SPARE)
-    assert len(node.ends_round(OWN, number=2)) == 1 and not node.looked
-    node.sit_out.see(replace(ROUND, reason=describe(OWN)))
+    assert node.ends_round(OWN, number=2) and not node.looked
+    node.sees(replace(ROUND, reason=describe(OWN)))
     assert node.sit_out.strikes == [describe(OWN)]
-    assert node.ends_round(OWN) == [] and node.sit_out.out
+    assert not node.ends_round(OWN) and node.sit_out.out
     assert (node.machine.row.done_round, node.machine.row.failures) == (3, (OWN,))
     node.machine.record = NEXT
     now = clock.now()
-    assert node.sit_out.tick(now) == pytest.approx(now + CHECK) and not node.posted
+    assert node.sit_out.tick(now) == pytest.approx(now + CHECK) and node.sit_out.holds
     node.machine.store.kept_alive = now + 101
     node.sit_out.tick(now + 101)
-    assert node.told() == [(OWN,)] and not node.sit_out.out and node.sit_out.strikes == []
+    assert not node.sit_out.holds and not node.sit_out.out and node.sit_out.strikes == []
     assert [event.kind for event in node.events] == ["sits_out", "sat_out"]
 
 
-def test_workers_that_keep_their_state_are_ended_when_their_node_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_the_machine_hears_that_the_node_sits_out_nothing_ends_what_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent ends those that are parked: there is no next round for a while. One that stays keeps them."""
     node = Node(monkeypatch, 2, SPARE)
-    node.kept = True
-    assert [event.kept for event in node.ends_round(OWN, number=2)] == [True]  # type: ignore[attr-defined]
-    node.sit_out.see(replace(ROUND, reason=describe(OWN)))
-    assert node.ends_round(OWN) == [] and node.sit_out.out
-    node.sit_out.end()
-    assert [event.kept for event in node.posted] == [False]  # type: ignore[attr-defined]
+    order: list[str] = []
+    monkeypatch.setattr(node, "post", lambda event: order.append("sits out"))
+    node.sit_out._session.post = node.post  # type: ignore[method-assign]
+    monkeypatch.setattr(node.sit_out, "_going_out", lambda: order.append("ends them"))
+    assert node.ends_round(OWN, number=2) and not order
+    node.sees(replace(ROUND, reason=describe(OWN)))
+    assert not node.ends_round(OWN) and order == ["sits out", "ends them"]
 
 
 def test_without_strikes_nothing_is_counted_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 0, SPARE)
-    assert len(node.ends_round(OWN, stragglers=(1,))) == 1
-    node.sit_out.see(NEXT)
+    assert node.ends_round(OWN, stragglers=(1,))
+    node.sees(NEXT)
     assert (node.sit_out.strikes, node.lines, node.looked) == ([], [], 0)
 
 
 def test_a_failure_of_which_another_node_was_the_cause_is_no_strike(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 2, SPARE)
     node.ends_round(OWN)
-    node.sit_out.see(replace(NEXT, reason="rank 0 on name-a failed (exit code 1)"))
+    node.sees(replace(NEXT, reason="rank 0 on name-a failed (exit code 1)"))
     assert node.sit_out.strikes == []
 
 
 def test_a_node_that_was_not_the_cause_joins_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 1, SPARE)
-    assert node.ends_round(OWN) == []
+    assert not node.ends_round(OWN)
     node.machine.record = replace(NEXT, reason="rank 0 on name-a failed (exit code 1)")
     node.sit_out.tick(clock.now())
-    assert node.told() == [(OWN,)] and "another node was the cause" in node.lines[-1]
+    assert not node.sit_out.holds and "another node was the cause" in node.lines[-1]
 
 
 def test_a_later_round_does_not_bring_the_cause_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +147,13 @@ def test_nodes_that_go_at_the_same_moment_join_again_where_the_rest_is_too_few(m
 def test_one_round_is_one_strike(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 3, SPARE)
     node.ends_round(OWN, stragglers=(1,))
-    node.sit_out.see(NEXT)
+    node.sees(NEXT)
     assert node.sit_out.strikes == ["rank 1 was a straggler in round 3"]
 
 
 def test_a_straggler_sits_out_whatever_has_ended_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 1, SPARE)
-    assert node.ends_round(stragglers=(1,)) == []
+    assert not node.ends_round(stragglers=(1,))
     node.machine.record = replace(NEXT, reason="name-d joined")
     node.sit_out.tick(clock.now())
     assert node.sit_out.out
@@ -159,29 +162,27 @@ def test_a_straggler_sits_out_whatever_has_ended_the_round(monkeypatch: pytest.M
 def test_it_stays_where_it_is_needed_or_nobody_knows_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 1)
     for _ in range(2):
-        assert len(node.ends_round(OWN)) == 1
+        assert node.ends_round(OWN)
     assert [line for line in node.lines if "does not sit out" in line] == node.lines and len(node.lines) == 1
     node = Node(monkeypatch, 1, SPARE, answers=False)
-    assert node.ends_round(OWN) == []
+    assert not node.ends_round(OWN)
     node.sit_out.tick(clock.now() + LOOK_LIMIT)
-    assert node.told() == [(OWN,)] and "the store does not say" in node.lines[-1]
+    assert not node.sit_out.holds and "the store does not say" in node.lines[-1]
 
 
 @pytest.mark.parametrize("what", ["hosting", "fixed_ranks", "standalone"])
 def test_where_no_other_node_can_take_its_place_nobody_waits_for_a_look(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     node = Node(monkeypatch, 1, SPARE)
     setattr(node.machine if what == "hosting" else node.sit_out._config, what, True)
-    assert len(node.ends_round(OWN)) == 1 and not node.looked and len(node.lines) == 1
+    assert node.ends_round(OWN) and not node.looked and len(node.lines) == 1
 
 
 def test_a_node_that_leaves_sits_out_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 1, SPARE)
-    assert len(node.ends_round(OWN, leaving=True)) == 1
-    assert node.ends_round(OWN) == []
-    node.sit_out.end()
-    assert node.told() == [(OWN,)]
-    node.sit_out.end()
-    assert len(node.posted) == 1
+    assert not node.ends_round(OWN)
+    node.sit_out.leaves()
+    assert not node.sit_out.holds and "this node leaves" in node.lines[-1]
+    assert node.ends_round(OWN)
 
 
 def test_the_others_have_time_for_their_next_round_from_its_end_on(monkeypatch: pytest.MonkeyPatch) -> None:

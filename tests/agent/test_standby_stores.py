@@ -18,12 +18,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from elastirun import clock
-from elastirun.agent.agent import Agent
+from elastirun.agent.guard_lease import GuardLease
 from elastirun.agent.host import net
 from elastirun.agent.processes import death_notice
 from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_standbys, write
@@ -684,14 +684,15 @@ def test_who_hands_over_ends_its_store_before_it_tells_the_others(standbys: Call
     did: list[str] = []
     access = SimpleNamespace(end_store=lambda: did.append(f"ended, told: {len(stores.served) and stores.told()}"))
     session = SimpleNamespace(close=lambda: did.append("closed"), access=access)
-    agent: Any = SimpleNamespace(_session=session, _tree=SimpleNamespace(write_notice_with=lambda data: did.append(f"guard: {data!r}")))
-    Agent._hand_over(agent, stores.notice())
+    tree = SimpleNamespace(write_notice_with=lambda data: did.append(f"guard: {data!r}"))
+    lease = GuardLease(cast(Any, None), cast(Any, tree), cast(Any, session))
+    lease.hand_over(stores.notice())
     assert did == ["closed", "ended, told: [()]", "guard: b''"] and all(stores.told())
     notice = stores.notice()
     stores.close()
     stores.served.clear()
     did.clear()
-    Agent._hand_over(agent, notice)
+    lease.hand_over(notice)
     assert did[-1].startswith("ended"), "the guard keeps what it was told, and tries again"
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from elastirun.agent.hangs.straggler_watch import device_of
 from elastirun.agent.hangs.stragglers import LASTING, LEAST_SAMPLES, LEAST_STEPS, Median, Straggler, Stragglers
-from elastirun.agent.hangs.watch import device_of
 from elastirun.worker.progress_page import NS, Page
 
 

@@ -22,11 +22,12 @@ from elastirun import linux
 from elastirun.agent.host import net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import RunLogs
+from elastirun.agent.part import WorkerExit
 from elastirun.agent.processes import process, spawn
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.store.worker_store import WorkerStore
-from elastirun.agent.workers.workers import GIVE_UP, WorkerExit, Workers
+from elastirun.agent.workers.workers import GIVE_UP, Workers
 from elastirun.config import LogPolicy
 from elastirun.errors import StartError
 from tests.support.cluster import PATIENCE

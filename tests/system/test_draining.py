@@ -13,8 +13,8 @@ from elastirun import clock
 from elastirun.agent.failures.classify import may_be_stopped_from_outside
 from elastirun.agent.failures.tracker import SIGNAL_HOLD, VICTIM_HOLD, FailureTracker
 from elastirun.agent.output.logs import RunLogs
+from elastirun.agent.part import WorkerExit
 from elastirun.agent.store import shared_store
-from elastirun.agent.workers.workers import WorkerExit
 from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import ExitRecord, NodeRow, Status

@@ -19,6 +19,7 @@ from functools import partial
 
 from elastirun import clock, linux
 from elastirun.agent.host.descriptors import ready
+from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.processes import proc
 from elastirun.agent.processes.preload import forkserver
 from elastirun.agent.processes.process_tree import ProcessTree
@@ -60,7 +61,7 @@ class _Server:
         self.report += data.lstrip(forkserver.NEARLY_LOADED)
 
 
-class ParkedForks:
+class ParkedForks(Part):
     """Starts workers: from forks of a process that has imported ``modules``, else by executing them. Without modules: only so.
 
     With ``AUTO`` among the modules the workers tell which ones they import, and the fork server tries these when they have done so.
@@ -127,6 +128,9 @@ class ParkedForks:
         if self._server and self._server.learning:
             self._tell("modules that the workers import are still being tried; workers are executed until that is done")
         return spawn(spec, stdout, stderr)
+
+    def workers_started(self, round: NodeRound) -> None:
+        self.refill()
 
     def refill(self) -> None:
         """Ask for as many forks as have got work. Call it when a round's workers are started: a fork takes the server some milliseconds."""

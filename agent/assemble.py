@@ -1,0 +1,176 @@
+"""Makes the parts of an agent and connects them. A new part is made here, and takes its place in ``Assembly.parts``."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from elastirun import clock
+from elastirun.agent.failures.tracker import FailureTracker
+from elastirun.agent.guard_lease import GuardLease
+from elastirun.agent.hangs.standing import Standing
+from elastirun.agent.hangs.straggler_watch import StragglerWatch
+from elastirun.agent.hangs.watch import HangWatch
+from elastirun.agent.host import cpus, descriptors
+from elastirun.agent.observe import tracing
+from elastirun.agent.observe.accounting import Accounting
+from elastirun.agent.observe.events import EventLog, RoundEvents
+from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.agent.output.console import Console
+from elastirun.agent.output.logs import RunLogs
+from elastirun.agent.part import NodeRound, Part, WorkerExit
+from elastirun.agent.processes.preload.parked_forks import ParkedForks
+from elastirun.agent.processes.process_tree import ProcessTree
+from elastirun.agent.processes.signals import Signals
+from elastirun.agent.quarantine import Quarantine
+from elastirun.agent.round_start import RoundStart
+from elastirun.agent.session import Session
+from elastirun.agent.status import health
+from elastirun.agent.status.shared_devices import TwinWarning, devices
+from elastirun.agent.store.node_reports import Meeting
+from elastirun.agent.store.store_access import new_row
+from elastirun.agent.workers.checkpoint_memory import CheckpointMemory
+from elastirun.agent.workers.live_workers import LiveWorkers
+from elastirun.agent.workers.round_check import RoundCheck
+from elastirun.agent.workers.spec import NodeEnvironment, cpu_sets, worker_like
+from elastirun.agent.workers.workers import Workers
+from elastirun.config import LaunchConfig
+from elastirun.rendezvous.wire.events import Changed
+from elastirun.rendezvous.wire.records import Blame, NodeRow
+
+LOGS_LIMIT = 2.0  # seconds to open a round's log files, at most 0.4 of ``expire``; the loop waits, and must not seem to stand still
+
+
+class Hears(Protocol):
+    """The agent, as its parts see it: what it hears of them, in the loop's thread but for ``runs`` and ``store_failed``."""
+
+    def signalled(self, signum: int, count: int) -> None: ...
+    def child_ended(self) -> None: ...
+    def store_readable(self, mask: int) -> None: ...
+    def store_failed(self, why: str) -> None: ...
+    def worker_ended(self, end: WorkerExit) -> None: ...
+    def workers_idle(self) -> None: ...
+    def worker_stuck(self, text: str) -> None: ...
+    def worker_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str], seconds: float) -> None: ...
+    def peers_lost(self, pid: int, round: int) -> None: ...
+    def gathered(self, round: int) -> None: ...
+    def runs(self, round: int) -> bool: ...
+    def sits_out(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one agent. ``parts``: those that take notice of rounds, in the order in which they are told."""
+
+    console: Console
+    tree: ProcessTree
+    logs: RunLogs
+    log: EventLog
+    session: Session
+    workers: Workers
+    forks: ParkedForks
+    live: LiveWorkers
+    tracker: FailureTracker
+    pages: ProgressPages
+    hangs: HangWatch
+    accounting: Accounting
+    round_check: RoundCheck
+    memory: CheckpointMemory
+    lease: GuardLease
+    start: RoundStart
+    parts: tuple[Part, ...]
+
+
+def assemble(
+    config: LaunchConfig, environ: Mapping[str, str], agent: Hears, selector: selectors.BaseSelector, stack: ExitStack
+) -> Assembly:
+    """Return the parts of ``agent``, which hears of them. ``environ``: for the workers. ``stack`` closes the parts."""
+    workers: Workers  # parts that are made before these three need them later
+    session: Session
+    stragglers: StragglerWatch
+    bound_to = cpu_sets(config, environ)
+    files = descriptors.raise_limit()
+    console = Console(selector)
+    stack.callback(console.close)
+    row, say = new_row(config), console.say
+    signals = Signals(config.signals, config.forward_signals, selector, agent.signalled, lambda n: workers.forward(n), agent.child_ended)
+    stack.callback(signals.close)
+    # No other node goes on without the only node of a job, so its guard needs no lease; but see ``GuardLease``.
+    lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
+    tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, say)))
+    round_check = RoundCheck(
+        *(row.id, selector, lambda: session.post(Changed(clock.now()))), lambda: describe_node(session, workers, live, stragglers, environ)
+    )
+    stack.callback(round_check.close)
+    if round_check.folder:
+        tree.remove_folder_at_end(round_check.folder)
+    else:
+        say(round_check.trouble)
+    heard = agent.peers_lost, agent.gathered, agent.runs
+    live = stack.enter_context(closing(LiveWorkers(selector, lambda pid: pid in workers.pids, lambda pid: workers.park(pid), *heard)))
+    node = NodeEnvironment(
+        environ, cpu_sets=bound_to, mark=tree.mark, live=live.name, socket=round_check.path, group=tree.group, files=files
+    )  # completed for each round
+    logs, log = _logs(config, environ, row, console, selector, stack)
+    if logs.temporary:
+        tree.remove_folder_at_end(logs.temporary)
+    memory = stack.enter_context(closing(CheckpointMemory(round_check.folder, selector, log.write, say)))
+    tracker = FailureTracker(row.name, logs)
+    like = worker_like(config, replace(node, cpus=cpus.usable_cpus()))
+    forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, say)))
+    callbacks = agent.worker_ended, agent.workers_idle, agent.worker_stuck, tree.owns, tree.worker_reaped
+    workers = Workers(selector, *callbacks, starts=forks.spawn)
+    session = stack.enter_context(closing(Session.of(config, row, agent.store_failed)))
+    selector.register(session, selectors.EVENT_READ, agent.store_readable)
+    limits, meet = (config.hang_timeout, config.first_step_timeout), partial(meeting, session)
+    pages = stack.enter_context(closing(ProgressPages()))
+    hangs = stack.enter_context(closing(HangWatch(*limits, workers, pages, meet, log.write, say, agent.worker_hung)))
+    standing = Standing(workers, hangs.stacks, any(limit is not None for limit in limits), say)
+    stragglers = StragglerWatch(workers, pages, meet, log.write, say)
+    accounting = Accounting(pages, log.write)
+    rounds = RoundEvents(log, row.id, lambda node: session.machine.store.quiet(node))
+    quarantine = Quarantine(config, session, accounting, tracker, stragglers, log.write, say, agent.sits_out)
+    shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine)
+    stack.callback(health.serve(shown, selector, say))
+    guard = GuardLease(config, tree, session)
+    twins = TwinWarning(config.run_id, round_check.path, devices(environ), session.access.notices.append)
+    parts = accounting, guard, tracker, twins, rounds, live, logs, round_check, memory, forks, hangs, standing, stragglers, quarantine
+    start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, say)
+    return Assembly(
+        *(console, tree, logs, log, session, workers, forks, live, tracker),
+        *(pages, hangs, accounting, round_check, memory, guard, start, parts),
+    )
+
+
+def _logs(
+    config: LaunchConfig, environ: Mapping[str, str], row: NodeRow, console: Console, selector: selectors.BaseSelector, stack: ExitStack
+) -> tuple[RunLogs, EventLog]:
+    """Return the logs of the workers, and of the events."""
+    logs = RunLogs(config.logs, config.run_id, row.name, console, selector, min(LOGS_LIMIT, 0.4 * config.timing.expire))
+    stack.callback(logs.close)
+    also = console.say if config.logs.event_log == "console" else None
+    spans = tracing.begin(environ, config.run_id, row.name, logs.disk.notice)
+    if spans is not None:
+        stack.callback(spans.close)
+    log = EventLog(
+        row.id, row.name, logs.events_file(), also, spans.take if spans is not None else None
+    )  # which may make a temporary folder
+    stack.callback(log.close)
+    return logs, log
+
+
+def meeting(session: Session, round: NodeRound) -> Meeting:
+    """Return where the nodes of a round meet to report to each other."""
+    access, place, record = session.access, session.machine.store.place, round.record
+    return Meeting(access.for_status(place), access.key_prefix, access.config.token, record.fence, round.node_rank, len(record.members))
+
+
+def describe_node(session: Session, workers: Workers, live: LiveWorkers, stragglers: StragglerWatch, environ: Mapping[str, str]) -> str:
+    """Return as a line of JSON where the job meets, and what the workers here do, for ``own_agents.ask``."""
+    ranks = sorted(process.spec.rank for process in workers.processes.values() if live.is_live(process.pid))
+    steps = [asdict(one) for one in stragglers.steps(clock.now())]
+    return session.describe_store(steps=steps, live=ranks, finished=sorted(workers.finished), devices=devices(environ))
