@@ -12,8 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
