@@ -34,9 +34,9 @@ has_ipv6 = pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="
 STUCK = """
 import time
 from elastirun.agent.status import http_port
-from elastirun.agent.agent import Agent
+from elastirun.agent.workers.workers import Workers
 http_port.LOOP_LIMIT = 0.5
-Agent._on_forward = lambda self, signum: time.sleep(1000)
+Workers.forward = lambda self, signum: time.sleep(1000)
 """
 
 
