@@ -105,6 +105,7 @@ nightly: venv
 	run env PET_PRELOAD=torch .nightly/bin/python -m tests.nightly.frameworks; \
 	for part in preload in_place live_scripts upstream; do run .nightly/bin/python -m tests.nightly.$$part; done; \
 	for version in $(TORCHES); do run $(MAKE) test-torch TORCH=$$version; done; \
+	run env TEST_GPU_PARTS=all $(PYTEST) tests/gpu/test_run.py; \
 	for part in hang_kinds honest_pauses; do run $(BIN)/python -m tests.system.$$part; done; \
 	[ -z "$$failed" ] || { printf "failed:$$failed\n"; exit 1; }
 

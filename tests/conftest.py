@@ -29,6 +29,7 @@ if _modules := os.environ.get("TEST_PRELOAD"):
 
 # Which mutants run, see tests/support/mutants.py: the processes of one run agree on the day.
 os.environ.setdefault("TEST_MUTANTS", str(date.today().toordinal()))
+os.environ.setdefault("TEST_GPU_PARTS", str(date.today().toordinal()))  # and which parts of tests/gpu run dry
 
 # Hundreds of agents and workers start here, and several processes collect the tests: none compiles what another one has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
