@@ -1,4 +1,4 @@
-"""``make gpu`` where there is no GPU: each day a third of the parts runs dry. And what its driver does with parts that fail, or are late."""
+"""``make gpu`` without a GPU: a third of the parts runs dry each day. And what its driver does with parts that fail, or are late."""
 
 from __future__ import annotations
 
