@@ -2,6 +2,8 @@
 
 Two loops drive a session: the agent's (``agent/agent.py``), and that of a simulated node (``tests/sim/world.py``). Whoever drives it starts
 and stops the workers. What does I/O, and the clock, are handed to the session.
+
+See docs/agent.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``elastirun.launch``: runs a function on workers, from scripts and notebooks.
+"""``elastirun.launch``: runs a function on workers, from scripts and notebooks. See docs/frameworks.md.
 
 The launcher runs in a process of its own. Its workers run ``worker/function_worker.py`` with a folder that only this user can enter. The
 folder holds the call and takes the results, both pickled as the standard library does for spawned processes (multiprocessing's

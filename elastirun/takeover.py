@@ -3,6 +3,8 @@
 Some launchers call torchrun from inside: ``accelerate launch``, ``fabric run``, ``tune run``. They build its arguments and call
 ``torch.distributed.run.run(args)`` or ``main(argv)`` in their own process. This module replaces these two functions: they execute
 elastirun with the same arguments. All that a launcher does before (configuration files, environment variables) is unchanged.
+
+See docs/frameworks.md.
 """
 
 from __future__ import annotations

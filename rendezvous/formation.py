@@ -1,4 +1,7 @@
-"""The decision to form the next round: from which nodes, or why not yet. Pure; each decision has its reason in words."""
+"""The decision to form the next round: from which nodes, or why not yet. Pure; each decision has its reason in words.
+
+See docs/rendezvous.md.
+"""
 
 from __future__ import annotations
 

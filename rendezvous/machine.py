@@ -3,6 +3,8 @@
 Time comes in with the events, the outcome of every effect returns as an event, and every decision carries its reason in words.
 The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's state machine (all transitions in one table).
 The machine decides about rounds, and how this node ends. Which store it takes part in, and what was read there, is in store_tracker.py.
+
+See docs/rendezvous.md.
 """
 
 from __future__ import annotations

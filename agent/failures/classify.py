@@ -1,4 +1,7 @@
-"""Classification of worker failures: which worker is to blame, and what its exit code and its last words mean. Pure functions."""
+"""Classification of worker failures: which worker is to blame, and what its exit code and its last words mean. Pure functions.
+
+See docs/agent.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Other machines are given numeric addresses, never names: a name may resolve to something else there, or not at all.
 Sockets are bound to one address, not to every interface, where that is possible: see ``open_host_socket`` and ``listen_on``.
+
+See SECURITY.md.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The queue of writes is limited in bytes. While it is full, the workers that print have to wait, as they have to for a slow
 console. If one operation takes longer than STALL seconds, the disk counts as hanging and nobody waits for it: output that does not
 fit is dropped, and one line says how much.
+
+See docs/torchrun.md.
 """
 
 from __future__ import annotations

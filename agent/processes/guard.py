@@ -15,6 +15,8 @@ GROUP is the control group (version 2) of the workers, where one could be made. 
 cannot be recognised and processes that fork faster than /proc can be read. MARK, STRICT (0 or 1) and GROUP: see ``kills.Evidence``.
 
 Moments are seconds on CLOCK_BOOTTIME, which goes on while the machine is suspended. The timeout of a poll does not, so polls are short.
+
+See docs/agent.md.
 """
 
 import _thread

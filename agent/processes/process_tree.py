@@ -1,4 +1,7 @@
-"""Process-tree supervision: starts the guard, reaps orphans, kills what workers leave behind and the leftovers of dead agents."""
+"""Process-tree supervision: starts the guard, reaps orphans, kills what workers leave behind and the leftovers of dead agents.
+
+See docs/agent.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the store where the nodes of a job meet. No other module does."""
+"""Chooses the store where the nodes of a job meet. No other module does. See docs/torchrun.md."""
 
 from __future__ import annotations
 

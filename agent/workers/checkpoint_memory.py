@@ -9,6 +9,8 @@ A worker connects to the unix socket ``memory`` beside the one of ``agent/worker
 
 The agent holds descriptors and reads none of the content. It lets go of them when it ends, which ends the job on this node.
 Client: ``elastirun/checkpoint/memory_tier.py``.
+
+See docs/agent.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Compute what each worker of this node runs, from the configuration and a round: argv, environment, CPUs. Pure but for ``cpu_sets``."""
+"""Compute what each worker of this node runs, from the configuration and a round: argv, environment, CPUs. Pure but for ``cpu_sets``.
+
+See docs/worker.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The workers of one round on this node: start them, stop them with a deadline, report their exits."""
+"""The workers of one round on this node: start them, stop them with a deadline, report their exits.
+
+See docs/agent.md.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ The fence. A claim renames the staging folders of earlier rounds away, makes its
 becomes a checkpoint, or is deleted, by a rename out of or into the staging folder of the claim, and nothing makes that folder again. So the
 rename of a process that was frozen before it fails once a later round has claimed the directory, and whatever it published
 earlier was seen by that claim.
+
+See docs/checkpoints-on-disk.md.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
     the end    the description: JSON
 
 The memory belongs to a descriptor (memfd), not to a process, so that it outlives the trainer where another process holds it as well.
+
+See docs/decisions/0015.
 """
 
 from __future__ import annotations

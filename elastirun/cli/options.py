@@ -1,4 +1,4 @@
-"""Every option of the command line in one table."""
+"""Every option of the command line in one table. See docs/torchrun.md."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A command line that works under torchrun works here. What torchrun ignores silently gives a warning. What cannot work gives a
 ``UsageError`` that names the option, or the variable when the value came from there.
+
+See docs/torchrun.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``is_current``: ask the agent of this node whether the round of this worker is still the current one."""
+"""``is_current``: ask the agent of this node whether the round of this worker is still the current one.
+
+See docs/worker.md.
+"""
 
 from __future__ import annotations
 

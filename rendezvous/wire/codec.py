@@ -6,6 +6,8 @@ the one answer is ``BadRecord`` (or ``BadSignature``).
 
 A signed value is the JSON, a newline, and the hexadecimal HMAC-SHA256 (RFC 2104) over the store's name, the key and the JSON, with a
 zero byte after each of the first two: a row copied under another key, from another job, or into another store does not verify.
+
+See SECURITY.md.
 """
 
 from __future__ import annotations

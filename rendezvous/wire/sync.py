@@ -1,4 +1,4 @@
-"""The sync protocol: turns one ``Sync`` into store operations.
+"""The sync protocol: turns one ``Sync`` into store operations. See docs/rendezvous.md.
 
 A generator yields the operations and the caller executes them, so the protocol itself does no I/O.
 """

@@ -1,4 +1,4 @@
-"""Training with bitwise the same result at any number of ranks, and through resizes.
+"""Training with bitwise the same result at any number of ranks, and through resizes. See docs/data.md.
 
 A global batch is cut into a fixed number of shards. The gradient of each shard is computed alone, with the same kernels and the same
 random numbers whichever rank does it, and the gradients are added up along a fixed tree (``shard_tree``).

@@ -1,4 +1,7 @@
-"""Data that every epoch brings exactly once, at any number of ranks, through resizes, crashes and restarts in the middle of an epoch."""
+"""Data that every epoch brings exactly once, at any number of ranks, through resizes, crashes and restarts in the middle of an epoch.
+
+See docs/data.md.
+"""
 
 from __future__ import annotations
 

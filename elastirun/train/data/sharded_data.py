@@ -1,4 +1,7 @@
-"""Data that can only be read shard by shard (files, streams): each sample once per epoch, at any number of ranks, through resizes."""
+"""Data that can only be read shard by shard (files, streams): each sample once per epoch, at any number of ranks, through resizes.
+
+See docs/data.md.
+"""
 
 from __future__ import annotations
 

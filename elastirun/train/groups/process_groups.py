@@ -1,4 +1,4 @@
-"""Process groups: the user's, and one of the same ranks for the module alone.
+"""Process groups: the user's, and one of the same ranks for the module alone. See docs/decisions/0012.
 
 gloo waits for the connections of a new group for as long as for a collective: half an hour, in which nothing ends the wait for a peer that
 has just died. Where all ranks are known to have come (``connects_within``), it is given seconds for that.

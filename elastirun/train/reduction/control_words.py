@@ -7,6 +7,8 @@ A reduction gives only sums, so each word is a count, or there is one word for e
     seconds[rank] · status[rank] · trained[rank] · late[bucket] · users[parameter]
 
 The words are float32: counts are exact up to 2**24, and small integers survive a division by the world size that is undone.
+
+See docs/ddp.md.
 """
 
 from __future__ import annotations

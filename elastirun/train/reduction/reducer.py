@@ -11,6 +11,8 @@
 To copy early is a guess about the order in which gradients come, but the result never depends on the guess. Because ``grad`` is None
 while a bucket travels, a gradient that comes late (another use, a recomputation that was not seen before) lies in a tensor of its own
 at the end. The control words tell every rank, and all ranks reduce these late gradients once more.
+
+See docs/ddp.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``TrainState``: what a run is, in one object that a ``Checkpointer`` saves and restores."""
+"""``TrainState``: what a run is, in one object that a ``Checkpointer`` saves and restores.
+
+See docs/checkpoints.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``Drain``: when one rank is asked to stop, all ranks stop after the same step, without a collective that training waits for."""
+"""``Drain``: when one rank is asked to stop, all ranks stop after the same step, without a collective that training waits for.
+
+See docs/worker.md.
+"""
 
 from __future__ import annotations
 

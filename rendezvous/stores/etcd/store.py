@@ -5,6 +5,8 @@ was lost, the next attempt finds out whether it was applied, because no value is
 
 A node's row is under a lease. The lease is renewed each beat, which makes no revision; the row itself is written only when it changes,
 because etcd keeps every revision until somebody compacts. The row vanishes some seconds after its agent died.
+
+See docs/etcd.md.
 """
 
 from __future__ import annotations

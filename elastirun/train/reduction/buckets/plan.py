@@ -4,6 +4,8 @@ To all-reduce each gradient alone would cost the link's latency thousands of tim
 nothing with the backward. The plan lies between the two: consecutive gradients, in the order of the backward, share a bucket. torch
 closes a bucket at a fixed size. When the times of the gradients and the link are known, dynamic programming finds the best boundaries
 (``planned``).
+
+See docs/ddp.md.
 """
 
 from __future__ import annotations
