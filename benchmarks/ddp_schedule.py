@@ -31,8 +31,8 @@ from torch.futures import Future
 
 from benchmarks.lab import machine, table
 from elastirun.train import DistributedDataParallel
-from elastirun.train.reduction.buckets.memory import Storage
 from elastirun.train.reduction.buckets.plan import LinkSpeed
+from elastirun.train.reduction.transports.base import Storage
 from tests.support import worlds
 
 MB = 1 << 20

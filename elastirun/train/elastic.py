@@ -36,8 +36,8 @@ from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.state_copy import StateKept, copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange, connecting
-from elastirun.train.reduction.active_backwards import settle
 from elastirun.train.reduction.control_words import ADMIT, LEFT, SWITCH, WHOLE
+from elastirun.train.reduction.reducer import settle
 from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_connection import LiveConnection
 from elastirun.worker.live_messages import VARIABLE

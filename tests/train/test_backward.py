@@ -78,7 +78,7 @@ def broken(rank: int, world: int) -> list[Any]:
     ddp = DDP(make(), bucket_cap_mb=1e-5)
     learn(ddp, rank)
     launched: list[int] = []
-    reduce = ddp._reducer.bucket_set.reduce
+    reduce = ddp._reducer.world.buckets.reduce
 
     def fail(index: int) -> Any:
         launched.append(index)
@@ -86,7 +86,7 @@ def broken(rank: int, world: int) -> list[Any]:
             raise MemoryError("on purpose")
         return reduce(index)
 
-    ddp._reducer.bucket_set.reduce = fail  # type: ignore[method-assign]
+    ddp._reducer.world.buckets.reduce = fail  # type: ignore[method-assign]
     losses: list[Tensor] = [ddp(batch(step, rank)).pow(2).mean() for step in range(2)]
     told = []
     for loss in losses:

@@ -286,7 +286,7 @@ def on_two_devices(rank: int, world: int) -> tuple[str, str, str]:
     following = ddp.prepare_world(group)
     with pytest.raises(TrainError) as error:
         DDP(OnTwoDevices(), init_sync=False, transport="shared memory")
-    return type(ddp._transport).__name__, type(following.transport).__name__, str(error.value)
+    return type(ddp._reducer.world.transport).__name__, type(following.transport).__name__, str(error.value)
 
 
 def test_shared_memory_is_for_parameters_on_one_device_in_each_world() -> None:

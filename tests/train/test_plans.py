@@ -20,8 +20,8 @@ from elastirun.train import ReductionFailed
 from elastirun.train.ddp.module import OTHERS_TRAINED
 from elastirun.train.ddp.nested_tensors import find_tensors
 from elastirun.train.groups.collectives import broadcast
-from elastirun.train.reduction.buckets import memory as bucket_memory
 from elastirun.train.reduction.buckets.planner import PROBES
+from elastirun.train.reduction.transports.base import Storage
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
@@ -34,9 +34,9 @@ def probed(rank: int, world: int) -> bool:
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
         if rank == 0:
-            before = ddp._reducer.bucket_set.buckets
+            before = ddp._reducer.world.buckets.buckets
             torch.autograd.grad(ddp(batch(step, rank)).sum(), list(ddp.parameters()))
-            assert ddp._reducer.bucket_set.buckets is before
+            assert ddp._reducer.world.buckets.buckets is before
     return close(grads(ddp.module), alone(ddp.module, [(1, batch(5, r)) for r in range(world)]))
 
 
@@ -75,10 +75,10 @@ def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
 def memory(rank: int, world: int, transport: str) -> list[int]:
     """How many former buckets are still there when memory for new ones is asked for."""
     ddp, found = DDP(make(), transport=transport), []
-    reducer, allocate = ddp._reducer, ddp._transport.allocate
+    reducer, allocate = ddp._reducer, ddp._reducer.world.transport.allocate
     former: list[StorageWeakRef] = []
 
-    def look(storages: Sequence[bucket_memory.Storage]) -> Any:
+    def look(storages: Sequence[Storage]) -> Any:
         if storages[0].numel < PROBES[0]:  # it is not the link that is measured
             until = time.monotonic() + 2.0  # a thread of gloo lets go of a bucket a moment after its reduction
             while (left := sum(not ref.expired() for ref in former)) and time.monotonic() < until:
@@ -86,9 +86,9 @@ def memory(rank: int, world: int, transport: str) -> list[int]:
             found.append(left)
         return allocate(storages)
 
-    ddp._transport.allocate = look  # type: ignore[method-assign]
+    ddp._reducer.world.transport.allocate = look  # type: ignore[method-assign]
     for step in range(6):
-        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.bucket_set.buckets]
+        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.world.buckets.buckets]
         loss = ddp(batch(step, rank)).pow(2).mean()
         ddp.zero_grad()
         loss.backward()
@@ -238,7 +238,7 @@ def another_transport(rank: int, world: int) -> bool:
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
     assert not ddp.plans
-    ddp._transport_wanted = "group"
+    ddp._reducer.world.transport_wanted = "group"
     ddp.set_group()
     return ddp.plans
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
-from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.base import Storage
 from elastirun.train.reduction.transports.choose import choose
 from elastirun.train.reduction.transports.group import GroupTransport
 from elastirun.train.reduction.transports.shared_memory import SharedArena, SharedMemory
@@ -284,7 +284,7 @@ WITHOUT_NUMPY = """
 import os, sys
 sys.modules["numpy"] = None
 import torch, torch.distributed as dist
-from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.base import Storage
 from elastirun.train.reduction.transports.choose import choose
 rank = 1 if os.fork() else 0
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -20,7 +20,6 @@ from elastirun.train import autograd_engine
 from elastirun.train.ddp.at_exit import release_at_exit
 from elastirun.train.ddp.deepcopy_support import TIED, FirstBackward
 from elastirun.train.ddp.nested_tensors import find_tensors, to_device
-from elastirun.train.ddp.next_world import NextWorld
 from elastirun.train.ddp.optimizer import BucketSteps, applied, step_each, take_over
 from elastirun.train.ddp.replica_description import check_reducible, describe, sparse_names
 from elastirun.train.ddp.state_dicts import take_both_forms
@@ -29,15 +28,15 @@ from elastirun.train.ddp.uneven_batches import take_batches
 from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import broadcast, copy_from_first, digest, gather, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
-from elastirun.train.reduction.active_backwards import settle
 from elastirun.train.reduction.comm_hooks import Hook
 from elastirun.train.reduction.conclusion import Options
 from elastirun.train.reduction.control_words import REQUESTS, Agreement
-from elastirun.train.reduction.reducer import CarriedOver, Reducer
+from elastirun.train.reduction.reducer import CarriedOver, Reducer, settle
 from elastirun.train.reduction.running_stats import find_statistics
 from elastirun.train.reduction.step_times import step_report
 from elastirun.train.reduction.transports.base import Transport, reduction_errors
 from elastirun.train.reduction.transports.choose import choose
+from elastirun.train.reduction.world import World
 
 T = TypeVar("T")
 
@@ -164,12 +163,11 @@ class DistributedDataParallel(TorchNames):
             raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
         with reduction_errors("comparing and copying the replicas"):
             verify_same(self._describe(copied, init_sync, trained=True), "parameters, buffers and options", self.process_group, devices[0])
-            self._group = make_own_group(self.process_group, devices[0])
-            self._keep_own_group(devices[0])
+            group = make_own_group(self.process_group, devices[0])
+            self._keep_own_group(group, devices[0])
             if init_sync:
-                copy_from_first([tensor.detach() for _, tensor in copied], self._group)
-        self._transport = self._choose_transport(self._group, devices[0])
-        self._make_reducer(needs)
+                copy_from_first([tensor.detach() for _, tensor in copied], group)
+        self._make_reducer(needs, group, self._choose_transport(group, devices[0]))
         with reduction_errors("agreeing on the plan"):
             self._reducer.begin_where_others_are(left)
         self._reducer.install()
@@ -183,12 +181,12 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"shared memory is for parameters on one device, not on {', '.join(sorted(map(str, {device, *others})))}")
         return choose(group, device, "group" if others and self._transport_wanted == "auto" else self._transport_wanted)
 
-    def _keep_own_group(self, device: torch.device) -> None:
-        """Keep the group of this module until it is left. On the CPU it ends with the module, too."""
+    def _keep_own_group(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Keep ``group``, of this module alone, until it is left. On the CPU it ends with the module, too."""
         assert self.process_group is not None
-        self._end_own_group: Callable[[], object] = partial(end_own_group, self._group, self.process_group)
+        self._end_own_group: Callable[[], object] = partial(end_own_group, group, self.process_group)
         if device.type == "cpu":  # on a GPU the last reduction may still be under way when the module is gone
-            self._end_own_group = weakref.finalize(self, end_own_group, self._group, self.process_group)  # keeps no group once called
+            self._end_own_group = weakref.finalize(self, end_own_group, group, self.process_group)  # keeps no group once called
             self._end_own_group.atexit = False  # see ``at_exit``
 
     def _describe(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool, trained: bool) -> list[str]:
@@ -212,11 +210,12 @@ class DistributedDataParallel(TorchNames):
         """Return the names and buffers that are not to be ignored."""
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    def _make_reducer(self, needs: Sequence[bool]) -> None:
+    def _make_reducer(self, needs: Sequence[bool], group: dist.ProcessGroup, transport: Transport) -> None:
         """Make the reducer of the parameters that ``needs`` says are trained, with the user's hook and optimizer."""
+        assert self.process_group is not None
         sparse = sparse_names(self.module)
         statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
-        self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics)
+        self._reducer = Reducer(self._named, needs, sparse, self.process_group, group, transport, self._options, statistics)
         if self._drops_failed_steps:
             self._reducer.drop_failed_steps()
         self._applied = (-1, -1)  # the parameters have not been searched for optimizers yet
@@ -239,7 +238,7 @@ class DistributedDataParallel(TorchNames):
         self._join(process_group, init_sync, left)
         self._reducer.keep_requests(left)
 
-    def prepare_world(self, process_group: dist.ProcessGroup, new: bool = False) -> NextWorld:
+    def prepare_world(self, process_group: dist.ProcessGroup, new: bool = False) -> World:
         """Make what this module needs in another world, beside what it has. Every rank of ``process_group`` calls it, in any thread.
 
         The plan must not change until ``enter_world``: see ``hold_plan``. ``new``: train from now on the parameters that rank 0 trains.
@@ -258,7 +257,7 @@ class DistributedDataParallel(TorchNames):
                 raise ReductionFailed(OTHERS_TRAINED)
             group = make_own_group(process_group, device)
             transport = self._choose_transport(group, device)
-            return NextWorld(process_group, group, transport, reducer.prepare_world(transport, group))
+            return reducer.prepare_world(process_group, group, transport)
 
     def _train(self, needs: Sequence[int], group: dist.ProcessGroup) -> None:
         """Train the parameters that ``needs`` says, and freeze all others. ``group``: in place of this rank's, which may have ended."""
@@ -266,32 +265,31 @@ class DistributedDataParallel(TorchNames):
             param.requires_grad_(bool(needed))
         self._reducer.find_frozen()
         if self._reducer.trained.differs:
-            self._group = group
-            self._adapt()
+            self._adapt(group)
 
-    def enter_world(self, world: NextWorld) -> tuple[Any, ...]:
-        """Go on in another world. Every rank calls it between the same two steps. Return what is not needed any more.
+    def enter_world(self, world: World) -> World:
+        """Go on in another world. Every rank calls it between the same two steps. Return the old one.
 
-        Whoever holds that may drop it in a thread, which takes a while. The groups of the old world are the caller's to end.
+        Whoever holds the old one may drop it in a thread, which takes a while. The groups of the old world are the caller's to end.
         Raises ReductionFailed if other parameters are trained than when the world was prepared.
         """
         settle()
         if self._reducer.trained.differs or not world.buckets.are_for(self._reducer.params):
             raise ReductionFailed(OTHERS_TRAINED)
-        old = self._transport, self._group, self._reducer.bucket_set
-        self._transport.close()
+        old = self._reducer.world
+        old.transport.close()
         if isinstance(self._end_own_group, weakref.finalize):
             self._end_own_group.detach()
-        self.process_group, self._group, self._transport = world.process_group, world.group, world.transport
-        self._keep_own_group(self._reducer.planner.device)
-        self._reducer.enter_world(self._group, self._transport, world.buckets)
+        self.process_group = world.process_group
+        self._keep_own_group(world.group, self._reducer.planner.device)
+        self._reducer.enter_world(world)
         self.require_forward_param_sync = True  # of buffers, in the next forward, on every rank: a new one has made no forward yet
         return old
 
     @property
     def plans(self) -> bool:
         """Return whether the plan of the buckets will change in the next steps, as it is made from measured times. On every rank alike."""
-        return self._reducer.planner.learning or self._reducer.bucket_set.outdated
+        return self._reducer.planner.learning or self._reducer.world.buckets.outdated
 
     def hold_plan(self, hold: bool) -> None:
         """Keep the plan of the buckets, and compare no replicas, until the next call. Every rank calls it at the same point."""
@@ -313,13 +311,13 @@ class DistributedDataParallel(TorchNames):
         _adopt(self)  # rank 0 may be another one later
         settle()
         self._reducer.close()
-        self._transport.close()
+        self._reducer.world.transport.close()
         self._end_own_group()
         self._end_own_group = _nothing  # the other one keeps the groups
         for _, param in self._named:
             param.grad = None
         self._reducer = self._reducer.leave()  # type: ignore[assignment]
-        self._transport = self._group = self.process_group = None  # type: ignore[assignment]
+        self.process_group = None  # type: ignore[assignment]
 
     def drop_failed_steps(self) -> None:
         """Let a step whose reduction fails, or whose forward loses a peer, go on to its end without gradients, not with an exception.
@@ -351,18 +349,18 @@ class DistributedDataParallel(TorchNames):
 
     def interrupt(self, why: str) -> None:
         """Let waits for ranks of this host end with a PeerLost. May be called in any thread."""
-        if (transport := self.__dict__.get("_transport")) is not None:
-            transport.interrupt(why)
+        if isinstance(made := self.__dict__.get("_made"), Reducer):
+            made.world.transport.interrupt(why)
 
-    def _adapt(self) -> None:
+    def _adapt(self, group: dist.ProcessGroup | None = None) -> None:
         """Make the reducer anew, because other parameters are frozen now, on every rank alike.
 
         There is no collective here, because the forward that calls this may be an evaluation on one rank. The next reduction makes the
-        memory.
+        memory. ``group``: in place of this rank's.
         """
         old = self._reducer
         old.close()
-        self._make_reducer(old.trained.now)
+        self._make_reducer(old.trained.now, group or old.world.group, old.world.transport)
         self._reducer.continue_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -573,7 +571,7 @@ class DistributedDataParallel(TorchNames):
         settle()
         buffers = [buffer.detach() for _, buffer in self._list_buffers()]
         with autograd_engine.versions_kept(buffers):
-            copy_from_first(buffers, self._group)
+            copy_from_first(buffers, self._reducer.world.group)
         self._reducer.running_stats.forget()
 
     def check_replicas(self, gradually: bool = False) -> None:
@@ -657,7 +655,7 @@ class DistributedDataParallel(TorchNames):
         if not self._without_reducer:
             self._reducer.close()
             self._end_own_group()
-            del self.__dict__["_made"], self._transport, self._group, self._end_own_group
+            del self.__dict__["_made"], self._end_own_group
         del self.process_group
 
 

@@ -169,8 +169,8 @@ class TorchNames(Original):
 
     def _distributed_broadcast_coalesced(self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
         if tensors:
-            group = self.__dict__.get("_group", self.process_group)  # a copy has none of its own before its first backward
-            copy_from(authoritative_rank, tensors, group)
+            made = "_made" in self.__dict__  # a copy has no group of its own before its first backward
+            copy_from(authoritative_rank, tensors, self._reducer.world.group if made else self.process_group)
 
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], *location: Any, **more: Any) -> None:
         super()._register_buffer_comm_hook(state, hook, *location, **more)
@@ -223,8 +223,8 @@ class TorchNames(Original):
             "bucket_sizes": ", ".join(str(bucket["bytes"]) for bucket in stats["buckets"]),
             "device_ids": ", ".join(map(str, self.device_ids or ())),
             "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in reducer.params})),
-            "world_size": reducer.world,
-            "rank": reducer.rank,
+            "world_size": reducer.world.size,
+            "rank": reducer.world.rank,
             "iteration": stats["steps"],
             "total_parameter_size_bytes": sum(param.nbytes for param in reducer.params),
             "num_parameter_tensors": len(reducer.params),

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from elastirun.train.ddp.module import DistributedDataParallel
-from elastirun.train.ddp.next_world import NextWorld
 from elastirun.train.errors import ModelMismatch
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import connects_within, end_beside, end_retired, make_default_group, replace_groups
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.state_slices import Receiver, Sender
 from elastirun.train.reduction.control_words import SWITCH, WHOLE
+from elastirun.train.reduction.world import World as NextWorld
 from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_worlds import World
 

@@ -7,12 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from elastirun.progress import computed
 from elastirun.train.errors import TrainError
 from elastirun.train.groups.collectives import gather, ranks
-from elastirun.train.reduction.buckets.bucket_set import BucketSet
 from elastirun.train.reduction.buckets.planner import Planner
 from elastirun.train.reduction.control_words import Agreement, PendingAgreement
 from elastirun.train.reduction.grad_hooks import GradHooks
@@ -21,6 +18,7 @@ from elastirun.train.reduction.step_times import describe_lacking, median
 from elastirun.train.reduction.trainable_params import Trained
 from elastirun.train.reduction.transports.base import reduction_errors
 from elastirun.train.reduction.user_hooks import Extensions
+from elastirun.train.reduction.world import World
 
 log = logging.getLogger("elastirun.train")
 
@@ -98,14 +96,11 @@ class Conclusion:
         trained: Trained,
         planner: Planner,
         watch: GradHooks,
-        buckets: BucketSet,
         extensions: Extensions,
         options: Options,
-        group: dist.ProcessGroup,
     ) -> None:
-        self._trained, self._planner, self._watch, self._buckets = trained, planner, watch, buckets
-        self._extensions, self._options, self._group = extensions, options, group
-        self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._trained, self._planner, self._watch = trained, planner, watch
+        self._extensions, self._options = extensions, options
         self.pending: PendingAgreement | None = None  # the words of the last reduction
         self.may_defer = planner.device.type == "cuda"
         self.always_reads = False  # the words of every step are read before its gradients are used; the same on every rank
@@ -134,11 +129,6 @@ class Conclusion:
         self.pending, self._concluded, self.always_reads = old.pending, old._concluded, old.always_reads
         self.drained = old.drained
 
-    def enter_world(self, group: dist.ProcessGroup, buckets: BucketSet) -> None:
-        """Conclude the reductions of another world from now on."""
-        self._group, self._buckets = group, buckets
-        self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
-
     @property
     def position(self) -> list[int]:
         """Flags that decide about collectives after a reduction, besides its words: a new rank must know them."""
@@ -148,12 +138,12 @@ class Conclusion:
     def position(self, position: Sequence[int]) -> None:
         self.always_reads, self._reported = map(bool, position)
 
-    def receive(self, pending: PendingAgreement, wants: bool, expected_samples: float) -> Outcome:
-        """Take the words of a reduction; read them if they may not be deferred, or if this rank ``wants`` to."""
+    def receive(self, pending: PendingAgreement, wants: bool, expected_samples: float, ranks: int) -> Outcome:
+        """Take the words of a reduction of so many ``ranks``; read them if they may not be deferred, or if this rank ``wants`` to."""
         self.pending = pending
         self._deferred = self.defers
         agreed = None if self._deferred and not wants else pending.agreement
-        read_by_all = agreed is not None and (not self._deferred or agreed.looking == self._world)
+        read_by_all = agreed is not None and (not self._deferred or agreed.looking == ranks)
         common = agreed if agreed is not None and read_by_all and len(set(agreed.trained)) == 1 else None
         return Outcome(agreed, common, expected_samples, len(self._trained.params), self._options.mean_over_users)
 
@@ -162,7 +152,7 @@ class Conclusion:
         """The step whose words have not been acted upon."""
         return None if self.pending is None or self.pending.step == self._concluded else self.pending.step
 
-    def conclude(self, expected_samples: float, drained: bool) -> bool:
+    def conclude(self, world: World, expected_samples: float, drained: bool) -> bool:
         """Act upon the words of the last reduction, once. Return whether hooks have to be installed anew.
 
         ``drained``: this rank's own backward failed, as its user knows. Raises TrainError and what derives from it on every rank alike.
@@ -174,12 +164,12 @@ class Conclusion:
             self.drained = agreement.step
         if len(set(agreement.trained)) > 1:
             self._trained.drop_gradients()
-            self._trained.refuse(self._group, self._planner.device, all_take_part=not self.may_defer)
-        computed(agreement.seconds[self._rank], median(agreement.seconds))
+            self._trained.refuse(world.group, self._planner.device, all_take_part=not self.may_defer)
+        computed(agreement.seconds[world.rank], median(agreement.seconds))
         self._trained.learn(agreement.trained)
-        self._check_deferred(agreement, expected_samples)
+        self._check_deferred(agreement, world.size, expected_samples)
         if agreement.lacking and not self._reported:
-            self._report(agreement.step)
+            self._report(agreement.step, world)
         if agreement.lacking or agreement.looking:
             self.read_always()
         if agreement.failed:
@@ -188,18 +178,18 @@ class Conclusion:
         if agreement.users:
             self._planner.lacked(agreement.users, agreement.with_data)
         with reduction_errors("what follows a reduction"):
-            surprised = self._learn(bool(agreement.late))
+            surprised = self._learn(bool(agreement.late), world)
             every = self._options.check_replicas_every
             compares = every > 0 and self._extensions.compares_replicas and not self._planner.held  # held: a new rank has no state yet
             if compares:
-                self._compare(agreement, now=agreement.step % every == 0)
+                self._compare(agreement, world, now=agreement.step % every == 0)
         return surprised
 
-    def _check_deferred(self, agreement: Agreement, expected_samples: float) -> None:
+    def _check_deferred(self, agreement: Agreement, ranks: int, expected_samples: float) -> None:
         """Raise TrainError if gradients were used that this rank would have changed, had it read the words before."""
         # Another order of adding up the samples, in a ring or a tree, may give another last bit.
         close = math.isclose(agreement.samples, expected_samples, rel_tol=1e-5)
-        same = agreement.looking == self._world or close and not agreement.late
+        same = agreement.looking == ranks or close and not agreement.late
         if self._deferred and (agreement.failed or not same):
             self.read_always()
             raise TrainError(
@@ -217,41 +207,41 @@ class Conclusion:
                 "None); go on with the next batch, or stop"
             )
 
-    def _learn(self, late: bool) -> bool:
+    def _learn(self, late: bool, world: World) -> bool:
         """Learn how often each parameter fires; make a new plan if it is time. Return whether gradients were late for the first time."""
         if self._watch.all_watched or late:
             self._watch.learn()
         surprised = late and not self._watch.surprised
         self._watch.surprised = self._watch.surprised or surprised
-        if self._planner.advance():
-            self._buckets.expire()
+        if self._planner.advance(world.group, world.transport):
+            world.buckets.expire()
         return surprised
 
-    def _report(self, step: int) -> None:
+    def _report(self, step: int, world: World) -> None:
         """Log once which parameters lack a gradient, and on which ranks."""
         self._reported = True
         count = len(self._trained.params)
         with reduction_errors("the report of parameters without a gradient"):
-            lacked = gather([int(index in self.lacked) for index in range(count)], self._group, self._planner.device)
-        if self._rank == 0:
+            lacked = gather([int(index in self.lacked) for index in range(count)], world.group, self._planner.device)
+        if world.rank == 0:
             log.warning("in step %d %s", step, describe_lacking(self._trained.names, lacked))
 
-    def _compare(self, agreement: Agreement, now: bool) -> None:
+    def _compare(self, agreement: Agreement, world: World, now: bool) -> None:
         """Compare the replicas: all of them if it is time ``now``, else some parameters if a gradual check is under way."""
         if now:
             self._gradual = None
-            self.check_replicas()
+            self.check_replicas(world)
         elif self._gradual is not None:
-            self._gradual.go_on(max(agreement.seconds), self._group, self._planner.device)
+            self._gradual.go_on(max(agreement.seconds), world.group, self._planner.device)
             if self._gradual.done:
                 self._gradual = None
 
-    def begin_gradual_check(self) -> None:
+    def begin_gradual_check(self, ranks: int) -> None:
         """Compare the replicas in the next steps, some parameters in each. Every rank calls it at the same point."""
-        self._gradual = GradualCheck(self._trained.names, self._trained.params) if self._world > 1 else None
+        self._gradual = GradualCheck(self._trained.names, self._trained.params) if ranks > 1 else None
 
-    def check_replicas(self) -> None:
+    def check_replicas(self, world: World) -> None:
         """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""
         parts = [*self._planner.buckets, *((index,) for index in self._planner.sparse)]
         names = [[self._trained.names[index] for index in part] for part in parts]
-        verify_replicas(names, [[self._trained.params[index] for index in part] for part in parts], self._group, self._planner.device)
+        verify_replicas(names, [[self._trained.params[index] for index in part] for part in parts], world.group, self._planner.device)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,6 @@ from elastirun.train import autograd_engine
 from elastirun.train.errors import OutsideForward, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import gather
 from elastirun.train.groups.waits import confirm
-from elastirun.train.reduction import active_backwards
 from elastirun.train.reduction.arrival import Arrival
 from elastirun.train.reduction.backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Schedule, Trigger
 from elastirun.train.reduction.buckets.bucket_set import BucketSet
@@ -48,6 +48,7 @@ from elastirun.train.reduction.step_times import StepTimes
 from elastirun.train.reduction.trainable_params import Trained
 from elastirun.train.reduction.transports.base import AGAIN, Transport, reduction_errors
 from elastirun.train.reduction.user_hooks import Extensions, OptimizerStep
+from elastirun.train.reduction.world import World
 from elastirun.train.sharded import placed_as
 
 _numbers = itertools.count()
@@ -75,6 +76,7 @@ class Reducer:
         named: Sequence[tuple[str, nn.Parameter]],
         needs: Sequence[bool],
         sparse: Collection[str],
+        process_group: dist.ProcessGroup,
         group: dist.ProcessGroup,
         transport: Transport,
         options: Options,
@@ -83,24 +85,23 @@ class Reducer:
         self.number = next(_numbers)  # modules are made in the same order on every rank, and wait for their reductions in this order
         self.trained = Trained(named, needs)
         self.params = self.trained.params
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.step = 0  # reductions so far
         self.schedule = Schedule()
         self.local_report = LocalReport(trained=self.trained.digest)
         self.times, self.last_times = StepTimes(), StepTimes()
-        self.running_stats = RunningStatistics(statistics, self.rank == 0)
+        self.running_stats = RunningStatistics(statistics)
         self._sparse = sorted(index for index, name in enumerate(self.trained.names) if name in sparse)
-        self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
-        self.bucket_set = BucketSet(self.params, self.planner, transport, self.running_stats, self.rank, self.world)
+        self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb)
+        self.world = self._make_world(process_group, group, transport, in_use=True)
         self.watch, self._unannounced = GradHooks(self.params, self._sparse, options.mean_over_users), Unannounced()
         self._extensions = Extensions(self.planner.device)
-        self.conclusion = Conclusion(self.trained, self.planner, self.watch, self.bucket_set, self._extensions, options, group)
-        self._group, self._options = group, options
+        self.conclusion = Conclusion(self.trained, self.planner, self.watch, self._extensions, options)
+        self._options = options
         self._backward: Backward | None = None  # the one under way
         self._broken: ReductionFailed | None = None  # why the module cannot be used until set_group()
         self.completed = 0  # reductions whose gradients could be used
         self.drops_failed_steps = False  # a failed reduction ends its backward without gradients, and raises nothing: see ``elastic``
-        self.expected_samples = float(self.world)  # of all ranks, for which gradients are scaled: those of the last step
+        self.expected_samples = float(self.world.size)  # of all ranks, for which gradients are scaled: those of the last step
         self._install_hooks()
 
     # -- between the backwards --------------------------------------------------------------------------------------
@@ -111,22 +112,22 @@ class Reducer:
         Until then there are no buckets, and the next reduction begins with it: so whoever changes the plan in a forward, which need not
         run on every rank, has only to say that it is outdated.
         """
-        self.bucket_set.install(self._extensions.words_apart)
+        self.world.buckets.install(self._extensions.words_apart)
         self._install_hooks()
 
     def _install_hooks(self) -> None:
         """Put hooks on the parameters that are to be watched from now on."""
-        self.watch.install(self.bucket_set.buckets, self.planner.learning, self)
+        self.watch.install(self.world.buckets.buckets, self.planner.learning, self)
 
     def set_hook(self, hook: Hook | None, state: Any) -> None:
         """Let ``hook`` reduce the buckets, beginning with the next reduction."""
         self._extensions.set_hook(hook, state)
-        self.bucket_set.expire()
+        self.world.buckets.expire()
 
     def set_optimizer(self, step: OptimizerStep) -> None:
         """Call ``step`` with the parameters of each bucket as the bucket arrives."""
         if self._extensions.optimizer_step is None:
-            self.bucket_set.expire()
+            self.world.buckets.expire()
         self._extensions.optimizer_step = step
 
     @property
@@ -148,7 +149,7 @@ class Reducer:
         """Raise what made the module unusable; finish what an exception interrupted."""
         if not dist.is_initialized():
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
-        active_backwards.settle()
+        settle()
         if self._broken is not None and not self.drops_failed_steps:
             raise self._broken
 
@@ -186,7 +187,7 @@ class Reducer:
 
     def refuse_unreduced(self) -> None:
         """Raise OutsideForward if gradients have come without a backward: nothing has reduced them."""
-        if self.world > 1 and self._unannounced.without_backward(self.bucket_set.buckets, self.schedule.sync):
+        if self.world.size > 1 and self._unannounced.without_backward(self.world.buckets.buckets, self.schedule.sync):
             raise OutsideForward(
                 "gradients have come without a backward, as in pipeline schedules that compute those of "
                 "inputs and of weights apart (zero bubble), so they are not reduced: run the step within "
@@ -196,20 +197,20 @@ class Reducer:
     def leave(self) -> CarriedOver:
         """Return what the reducer of the next world takes over, and let go of what keeps the process groups."""
         self._broken = self._backward = None  # the traceback of the failure leads to them
-        return CarriedOver(self.number, self.step, self.schedule, self.local_report, self.planner.measured)
+        return CarriedOver(self.number, self.step, self.schedule, self.local_report, self.planner.measured(self.world.transport))
 
     def begin_where_others_are(self, left: CarriedOver | None) -> None:
         """Count steps from the highest number of any rank, and take the plan of the first rank whose planning is furthest.
 
         ``left``: of this rank's reducer in the last world. Every rank calls it before ``install``.
         """
-        plan = left.plan if left is not None and left.plan is not None and self.planner.can_use(left.plan) else None
+        plan = left.plan if left is not None and left.plan is not None and self.planner.can_use(left.plan, self.world.transport) else None
         mine = [left.step if left is not None else 0, plan.position[0] if plan is not None else 0]
-        everyone = gather(mine, self._group, self.planner.device)
+        everyone = gather(mine, self.world.group, self.planner.device)
         self.step = max(step for step, _ in everyone)
         epochs = [epoch for _, epoch in everyone]
         if any(epochs):
-            self.planner.continue_from(plan, epochs.index(max(epochs)))
+            self.planner.continue_from(plan, self.world.group, epochs.index(max(epochs)))
 
     def keep_requests(self, old: Reducer | CarriedOver) -> None:
         """Do what the user has asked of ``old``, in its place."""
@@ -227,19 +228,22 @@ class Reducer:
         self._extensions.continue_from(old._extensions)
         self.running_stats.continue_from(old.running_stats)
 
-    def prepare_world(self, transport: Transport, group: dist.ProcessGroup) -> BucketSet:
-        """Return the buckets for another world, with rank 0's plan. Every rank of ``group`` calls it, in any thread."""
-        self.planner.take_first_plan(group)
-        return self.bucket_set.prepared(transport, dist.get_rank(group), dist.get_world_size(group), self._extensions.words_apart)
+    def _make_world(self, process_group: dist.ProcessGroup, group: dist.ProcessGroup, transport: Transport, in_use: bool) -> World:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        buckets = BucketSet(self.params, self.planner, transport, self.running_stats, rank, size, in_use)
+        return World(process_group, group, transport, buckets, rank, size)
 
-    def enter_world(self, group: dist.ProcessGroup, transport: Transport, buckets: BucketSet) -> None:
+    def prepare_world(self, process_group: dist.ProcessGroup, group: dist.ProcessGroup, transport: Transport) -> World:
+        """Return another world, with rank 0's plan and its memory. Every rank of ``group`` calls it, in any thread."""
+        self.planner.take_first_plan(group)
+        world = self._make_world(process_group, group, transport, in_use=False)
+        world.buckets.prepare(self._extensions.words_apart)
+        return world
+
+    def enter_world(self, world: World) -> None:
         """Reduce in another world from now on. Every rank calls it between the same two steps."""
-        self._group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
-        self.bucket_set = buckets
-        self.running_stats.first = self.rank == 0
-        buckets.use()
-        self.planner.enter_world(group, transport)
-        self.conclusion.enter_world(group, buckets)
+        self.world = world
+        world.buckets.use()
         self._install_hooks()
 
     @property
@@ -261,9 +265,9 @@ class Reducer:
         ``gradually``: compare some parameters in each of the next steps, not all of them now.
         """
         if gradually:
-            self.conclusion.begin_gradual_check()
+            self.conclusion.begin_gradual_check(self.world.size)
         else:
-            self.conclusion.check_replicas()
+            self.conclusion.check_replicas(self.world)
 
     # -- during a backward ------------------------------------------------------------------------------------------
 
@@ -282,7 +286,7 @@ class Reducer:
         backward = self._backward = Backward(reduces, self.local_report.weight, self.watch.expected.copy(), self.watch.seen)
         self._end_with_graph(backward)
         if reduces:
-            self.bucket_set.reset()
+            self.world.buckets.reset()
         if self.watch.executes_any() or autograd_engine.accumulates():
             self._accumulate(backward)
         else:
@@ -297,7 +301,7 @@ class Reducer:
             self._end_with_graph(self._backward)
 
     def _end_with_graph(self, backward: Backward) -> None:
-        active_backwards.reducers.add(self)
+        _active.add(self)
         autograd_engine.at_the_end(partial(self._graph_done, backward.task))
 
     def _accumulate(self, backward: Backward) -> None:
@@ -305,7 +309,7 @@ class Reducer:
         backward.accumulate()
         self._unannounced.by_backward()
         if backward.reduces:
-            self.bucket_set.release_outdated()
+            self.world.buckets.release_outdated()
 
     def gradient_ready(self, index: int) -> None:
         """Take note of the gradient of parameter ``index``, which the engine has accumulated. It runs for each watched parameter."""
@@ -321,8 +325,8 @@ class Reducer:
             self.planner.note(index, time.perf_counter() - self.times.begun)
         left = backward.left
         left[index] -= 1
-        if left[index] == 0 and index in self.bucket_set.home:
-            bucket, portion = self.bucket_set.home[index]
+        if left[index] == 0 and index in self.world.buckets.home:
+            bucket, portion = self.world.buckets.home[index]
             portion.pending -= 1
             if portion.pending == 0:
                 self._portion_full(backward, bucket, portion)
@@ -347,7 +351,7 @@ class Reducer:
         before the next.
         """
         self._unannounced.accept()
-        elsewhere = any(one.trained.holds(self.params[index]) for one in active_backwards.in_task(autograd_engine.task()))
+        elsewhere = any(one.trained.holds(self.params[index]) for one in _in_task(autograd_engine.task()))
         grad = self.params[index].grad
         if not self.schedule.sync or elsewhere or grad is None:
             return
@@ -369,7 +373,7 @@ class Reducer:
 
     def _bucket_full(self, backward: Backward) -> None:
         """Launch full buckets in their order. The last one waits for the end of the backward, because it carries the control words."""
-        buckets = self.bucket_set.buckets
+        buckets = self.world.buckets.buckets
         while backward.launched < len(buckets) - 1 and buckets[backward.launched].pending == 0 and not self._extensions.one_by_one:
             if backward.phase is BROKEN:
                 return
@@ -378,7 +382,7 @@ class Reducer:
 
     def _launch(self, backward: Backward, late: Sequence[int]) -> Bucket:
         """Begin the reduction of the next bucket and return the bucket. ``late``: for the control words, if this bucket carries them."""
-        index, bucket_set = backward.launched, self.bucket_set
+        index, bucket_set = backward.launched, self.world.buckets
         bucket, last = bucket_set.buckets[index], index == len(bucket_set.buckets) - 1
         backward.launched += 1
         with torch.no_grad(), record_function(bucket.label):
@@ -394,35 +398,39 @@ class Reducer:
     @property
     def _averages(self) -> bool:
         """Whether what reduces a bucket, the transport or a hook, makes the mean and not the sum."""
-        return self.bucket_set.averages or self._extensions.hooked
+        return self.world.buckets.averages or self._extensions.hooked
 
     def _scale(self, backward: Backward, mean: bool) -> float:
         """Return the factor of gradients before they are added up (``mean``: averaged) over the ranks."""
-        return backward.samples * (self.world if mean else 1) / (self.expected_samples * self.local_report.backwards)
+        return backward.samples * (self.world.size if mean else 1) / (self.expected_samples * self.local_report.backwards)
 
     def _write_words(self, backward: Backward, late: Sequence[int]) -> None:
         """Write the control words, when all gradients are gathered."""
         sparse = [grad for index in self._sparse if (grad := self.params[index].grad) is not None and backward.samples]
         if self._options.check_finite and not all(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all() for g in sparse):
             self.local_report.status |= NOT_FINITE
-        lacking = {bucket.indices[at] for bucket in self.bucket_set.buckets for at in bucket.lacking}
+        lacking = {bucket.indices[at] for bucket in self.world.buckets.buckets for at in bucket.lacking}
         if self.watch.all_watched and self._options.mean_over_users:
             lacking = set(range(len(self.params))) - self.watch.seen
         lacking.update(index for index in self._sparse if self.params[index].grad is None)
         self.conclusion.lacked = lacking if backward.samples else set()
-        self.bucket_set.write_words(self.local_report, backward.samples, backward.zero_samples, self.times.busy, late, sorted(lacking))
+        self.world.buckets.write_words(self.local_report, backward.samples, backward.zero_samples, self.times.busy, late, sorted(lacking))
 
     # -- the end of a backward --------------------------------------------------------------------------------------
 
     def _graph_done(self, task: int) -> None:
-        """End all backwards of the engine's run ``task``. The engine calls it at the end of the run, and holds this reducer until then."""
-        active_backwards.graph_done(task)
+        """End all backwards of the engine's run ``task``. The engine calls it at the end of the run, and holds this reducer until then.
+
+        In which order the modules of one run began depends on the graph, which may differ between ranks.
+        """
+        for reducer in _in_task(task):
+            reducer.end(Trigger.GRAPH_DONE)
 
     def end(self, trigger: Trigger) -> None:
         """End the backward that the engine has left; reduce what it has accumulated, if it reduces."""
         backward = self._backward
         assert backward is not None
-        active_backwards.reducers.discard(self)
+        _active.discard(self)
         if trigger is Trigger.GRAPH_DONE:
             self.times.stop()
         if backward.phase is BROKEN and self._broken is not None:
@@ -467,7 +475,7 @@ class Reducer:
         backward = self._backward = Backward(True, samples, self.watch.expected.copy(), self.watch.seen)
         backward.zero_samples = zero_samples
         backward.advance(Trigger.NO_BACKWARD)
-        self.bucket_set.reset()
+        self.world.buckets.reset()
         self.times.begin()
         self._finalize(backward)
 
@@ -476,7 +484,7 @@ class Reducer:
         begun, drained = time.perf_counter(), backward.phase is DRAINING
         with self._broken_by_exceptions(self.step + 1):
             self._install_new_plan()
-            buckets = self.bucket_set.buckets
+            buckets = self.world.buckets.buckets
             with torch.no_grad():
                 late = [index for index in range(backward.launched) if buckets[index].has_late()]
                 while backward.launched < len(buckets):
@@ -501,8 +509,8 @@ class Reducer:
 
     def _install_new_plan(self) -> None:
         """Install the new plan, if there is one. All ranks call this before the first bucket of the same reduction."""
-        self._extensions.verify_same(self._group)
-        if self.bucket_set.outdated:
+        self._extensions.verify_same(self.world.group)
+        if self.world.buckets.outdated:
             with reduction_errors("the memory of a new plan"):
                 self.install()
 
@@ -528,7 +536,7 @@ class Reducer:
 
     def _set_gradients(self, backward: Backward, late: Sequence[int]) -> None:
         """Wait for the buckets and set the gradients."""
-        bucket_set = self.bucket_set
+        bucket_set = self.world.buckets
         if bucket_set.words_apart:
             self._write_words(backward, late)
             bucket_set.reduce(len(bucket_set.buckets)).wait()
@@ -538,10 +546,10 @@ class Reducer:
         self._confirm()
         self.step += 1
         wants = self.local_report.reads_first or any(bucket.lacking for bucket in bucket_set.buckets)
-        outcome = self.conclusion.receive(bucket_set.read_words(self.step), wants, self.expected_samples)
+        outcome = self.conclusion.receive(bucket_set.read_words(self.step), wants, self.expected_samples, self.world.size)
         if self.watch.note_unused(outcome.unused):
             self._install_hooks()
-        arrival = Arrival(outcome, self._scale(backward, False), self._group, self._extensions.optimizer_step)
+        arrival = Arrival(outcome, self._scale(backward, False), self.world.group, self._extensions.optimizer_step)
         for index, bucket in enumerate(bucket_set.buckets):
             self._wait(bucket)
             arrival.set_gradients(bucket, index in outcome.late)
@@ -552,7 +560,7 @@ class Reducer:
         if unfrozen or outcome.late or self._sparse:
             self._confirm()
         self.expected_samples = outcome.samples
-        self.running_stats.receive(bucket_set.factor)
+        bucket_set.receive_statistics()
 
     @property
     def _confirms(self) -> bool:
@@ -563,7 +571,7 @@ class Reducer:
         """Wait until all ranks have found their reductions whole."""
         if self._confirms:
             with reduction_errors("the confirmation of the step"):
-                confirm(self._group, self.planner.device)
+                confirm(self.world.group, self.planner.device)
 
     def _wait(self, bucket: Bucket) -> None:
         """Wait until ``bucket`` has arrived."""
@@ -578,7 +586,7 @@ class Reducer:
         if (step := self.conclusion.due) is None:
             return
         with self._broken_by_exceptions(step, raised_by_all=(TrainError,)):
-            if self.conclusion.conclude(self.expected_samples, drained):
+            if self.conclusion.conclude(self.world, self.expected_samples, drained):
                 self._install_hooks()
 
     # -- a backward that an exception has ended ---------------------------------------------------------------------
@@ -596,3 +604,23 @@ class Reducer:
     def is_in(self, task: int) -> bool:
         """Return whether the backward under way is a part of the engine's run ``task``."""
         return self._backward is not None and self._backward.task == task
+
+
+_active: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those whose backward has begun and not ended
+
+
+def _in_task(task: int) -> list[Reducer]:
+    """Return the reducers whose backward is a part of the engine's run ``task``, in the order in which they end on every rank."""
+    return sorted((reducer for reducer in _active if reducer.is_in(task)), key=lambda one: one.number)
+
+
+def settle() -> None:
+    """Finish the backwards of all modules that an exception interrupted.
+
+    It comes before anything else that all ranks do: the other ranks wait for it, or will. Where it fails, the module raises the error
+    when it is used again.
+    """
+    if _active:
+        for reducer in sorted((one for one in _active if one.interrupted and not one.broken), key=lambda one: one.number):
+            with suppress(ReductionFailed):
+                reducer.end(Trigger.INTERRUPTED)

@@ -72,7 +72,7 @@ def step_report(reducer: Reducer) -> dict[str, Any]:
     """Return the figures of the last step of ``reducer``, fit for JSON; see ``DistributedDataParallel.stats``."""
     times, pending, planner = reducer.last_times, reducer.conclusion.pending, reducer.planner
     seconds = pending.agreement.seconds if pending else ()
-    buckets = reducer.bucket_set.buckets
+    buckets = reducer.world.buckets.buckets
     moments = zip(buckets, times.launches, times.ready, strict=False)
     return {
         "steps": reducer.step,

@@ -5,17 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from elastirun.train.errors import ReductionFailed, TrainError
-from elastirun.train.reduction.buckets.memory import Storage
 
 AGAIN = "Use set_group() with a new process group"
 # Words in those errors of backends that the loss of a peer may cause. An error without any of them is about a dtype, memory or the like.
 OF_PEERS = re.compile(r"gloo/|nccl|timed? ?out|connect|socket|abort|peer|closed|closure|store|rank", re.IGNORECASE)
+
+
+ALIGNED = 64  # elements; buckets and slices of them begin at cache lines, whatever the dtype
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The memory of one bucket: ``numel`` elements of ``dtype`` on ``device``."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Work(Protocol):

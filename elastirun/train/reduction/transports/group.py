@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from elastirun.train.groups.waits import finish
-from elastirun.train.reduction.buckets.memory import Storage, zeros
-from elastirun.train.reduction.transports.base import reduction_errors
+from elastirun.train.reduction.transports.base import ALIGNED, Storage, reduction_errors
 
 
 class GroupWork:
@@ -56,3 +57,17 @@ class GroupTransport:
 
     def close(self) -> None:
         """Do nothing: the group belongs to the caller."""
+
+
+def zeros(storages: Sequence[Storage]) -> list[Tensor]:
+    """Return memory for buckets, in one piece as far as their types are the same.
+
+    When there is a new plan, a large piece goes back to the system; small ones would stay in the heap.
+    """
+    buffers: list[Tensor] = []
+    for (dtype, device), run in groupby(storages, lambda storage: (storage.dtype, storage.device)):
+        sizes = [storage.numel for storage in run]
+        padded = [-(-numel // ALIGNED) * ALIGNED for numel in sizes]
+        parts = torch.split(torch.zeros(sum(padded), dtype=dtype, device=device), padded)
+        buffers += [part[:numel] for part, numel in zip(parts, sizes, strict=True)]
+    return buffers

@@ -32,8 +32,7 @@ from elastirun import linux
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import all_reduce
 from elastirun.train.groups.process_groups import connect_limit, connected
-from elastirun.train.reduction.buckets.memory import ALIGNED, Storage
-from elastirun.train.reduction.transports.base import AGAIN, Arena, reduction_errors
+from elastirun.train.reduction.transports.base import AGAIN, ALIGNED, Arena, Storage, reduction_errors
 from elastirun.train.reduction.transports.group import GroupTransport, GroupWork
 
 log = logging.getLogger("elastirun.train")
