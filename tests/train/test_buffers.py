@@ -409,7 +409,7 @@ def switched(rank: int, world: int) -> list[Any]:
     counts = []
     for number in range(2):
         ddp(batch(number, rank)).pow(2).mean().backward()
-        counts.append(ddp.agreement.step if ddp._reducer.conclusion.pending else None)
+        counts.append(ddp.agreement.step if ddp._reducer.last else None)
     return [saved.tolist(), after, counts, ddp.agreement.samples, sorted(ddp.agreement.requests)]
 
 

@@ -65,7 +65,7 @@ def opaque(rank: int, world: int) -> list[int]:
     ddp = DDP(Opaque())
     learn_from = [ddp(batch(step, rank)).value.pow(2).mean().backward() for step in range(6)]
     assert len(learn_from) == 6
-    return ddp._reducer.watch.expected
+    return ddp._reducer.parts.hooks.expected
 
 
 def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
@@ -190,7 +190,7 @@ def train(ddp: DDP, rank: int, steps: int) -> list[list[int]]:
     for step in range(steps):
         ddp.zero_grad()
         ddp(batch(step, rank), whole=step % 3 == 0).pow(2).mean().backward()
-        found.append(ddp._reducer.planner.position)
+        found.append(ddp._reducer.parts.planner.position)
     return found
 
 
@@ -202,14 +202,14 @@ def kept(rank: int, world: int, transport: str) -> tuple[list[Any], list[list[in
     module = Sometimes()
     if rank == 0:
         ddp = DDP(module, transport=transport)
-        before = ddp._reducer.planner.buckets
+        before = ddp._reducer.parts.planner.buckets
     else:
         ddp = DDP(module, transport=transport, process_group=two)
         train(ddp, rank, 8)
-        before = ddp._reducer.planner.buckets
+        before = ddp._reducer.parts.planner.buckets
         assert not ddp.plans
         ddp.set_group()
-    planner = ddp._reducer.planner
+    planner = ddp._reducer.parts.planner
     assert not ddp.plans, "a plan is there: it is not measured again"
     positions = [planner.position, *train(ddp, rank, 4)]  # with the tenth reduction, after which there may be a new plan
     ddp.zero_grad()
@@ -286,7 +286,7 @@ def joined_unfrozen(rank: int, world: int) -> list[float]:
     position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
     if rank == 1:
         ddp.position = position
-    assert ddp._reducer.planner.held
+    assert ddp._reducer.parts.planner.held
     ddp.hold_plan(False)
     ddp.zero_grad()
     ddp(torch.full((1, 2), float(rank))).sum().backward()

@@ -29,11 +29,10 @@ from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import broadcast, copy_from_first, digest, gather, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
 from elastirun.train.reduction.comm_hooks import Hook
-from elastirun.train.reduction.conclusion import Options
 from elastirun.train.reduction.control_words import REQUESTS, Agreement
 from elastirun.train.reduction.reducer import CarriedOver, Reducer, settle
+from elastirun.train.reduction.reduction import Options
 from elastirun.train.reduction.running_stats import find_statistics
-from elastirun.train.reduction.step_times import step_report
 from elastirun.train.reduction.transports.base import Transport, reduction_errors
 from elastirun.train.reduction.transports.choose import choose
 from elastirun.train.reduction.world import World
@@ -243,16 +242,16 @@ class DistributedDataParallel(TorchNames):
 
         The plan must not change until ``enter_world``: see ``hold_plan``. ``new``: train from now on the parameters that rank 0 trains.
         """
-        device = self._reducer.planner.device
+        device = self._reducer.parts.planner.device
         copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
         with reduction_errors("preparing the next world"):
             described = self._describe(copied, init_sync=False, trained=False)
             verify_same(described, "parameters, buffers and options", process_group, device)
-            needs = broadcast(list(map(int, self._reducer.trained.needs)), process_group, device)
+            needs = broadcast(list(map(int, self._reducer.parts.trained.needs)), process_group, device)
             if new:
                 self._train(needs, process_group)
             reducer = self._reducer  # the one of this moment: a forward makes another one where other parameters are trained
-            digests = gather([digest(str([*map(int, reducer.trained.needs)]))], process_group, device)
+            digests = gather([digest(str([*map(int, reducer.parts.trained.needs)]))], process_group, device)
             if any(theirs != digests[0] for theirs in digests):
                 raise ReductionFailed(OTHERS_TRAINED)
             group = make_own_group(process_group, device)
@@ -264,7 +263,7 @@ class DistributedDataParallel(TorchNames):
         for (_, param), needed in zip(self._named, needs, strict=True):
             param.requires_grad_(bool(needed))
         self._reducer.find_frozen()
-        if self._reducer.trained.differs:
+        if self._reducer.parts.trained.differs:
             self._adapt(group)
 
     def enter_world(self, world: World) -> World:
@@ -274,14 +273,14 @@ class DistributedDataParallel(TorchNames):
         Raises ReductionFailed if other parameters are trained than when the world was prepared.
         """
         settle()
-        if self._reducer.trained.differs or not world.buckets.are_for(self._reducer.params):
+        if self._reducer.parts.trained.differs or not world.buckets.are_for(self._reducer.params):
             raise ReductionFailed(OTHERS_TRAINED)
         old = self._reducer.world
         old.transport.close()
         if isinstance(self._end_own_group, weakref.finalize):
             self._end_own_group.detach()
         self.process_group = world.process_group
-        self._keep_own_group(world.group, self._reducer.planner.device)
+        self._keep_own_group(world.group, self._reducer.parts.planner.device)
         self._reducer.enter_world(world)
         self.require_forward_param_sync = True  # of buffers, in the next forward, on every rank: a new one has made no forward yet
         return old
@@ -289,11 +288,11 @@ class DistributedDataParallel(TorchNames):
     @property
     def plans(self) -> bool:
         """Return whether the plan of the buckets will change in the next steps, as it is made from measured times. On every rank alike."""
-        return self._reducer.planner.learning or self._reducer.world.buckets.outdated
+        return self._reducer.parts.planner.learning or self._reducer.world.buckets.outdated
 
     def hold_plan(self, hold: bool) -> None:
         """Keep the plan of the buckets, and compare no replicas, until the next call. Every rank calls it at the same point."""
-        self._reducer.planner.held = hold
+        self._reducer.parts.planner.held = hold
 
     @property
     def position(self) -> list[float]:
@@ -360,7 +359,7 @@ class DistributedDataParallel(TorchNames):
         """
         old = self._reducer
         old.close()
-        self._make_reducer(old.trained.now, group or old.world.group, old.world.transport)
+        self._make_reducer(old.parts.trained.now, group or old.world.group, old.world.transport)
         self._reducer.continue_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -371,7 +370,7 @@ class DistributedDataParallel(TorchNames):
             inputs, kwargs = _uncompiled(type(self)._pre_forward)(self, *inputs, **kwargs)
             output = _uncompiled(type(self)._post_forward)(self, self.module(*inputs, **kwargs))
             if self._trained and not self._without_reducer:
-                self._reducer.times.add_forward(time.perf_counter() - begun)
+                self._reducer.times.forward += time.perf_counter() - begun
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -404,7 +403,7 @@ class DistributedDataParallel(TorchNames):
             self._follow_default_group()
             return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
-        if self._reducer.trained.changed:
+        if self._reducer.parts.trained.changed:
             self._adapt()
         seldom = self._reducer.step < 3 or self._reducer.step % 100 == 0  # to check all parameters takes time
         if seldom or self._applied != applied():
@@ -522,9 +521,9 @@ class DistributedDataParallel(TorchNames):
     @property
     def agreement(self) -> Agreement:
         """Return what all ranks know since the last reduction. Raises TrainError before the first reduction."""
-        if (pending := self._reducer.conclusion.pending) is None:
+        if (last := self._reducer.last) is None:
             raise TrainError("there has been no reduction yet")
-        return pending.agreement
+        return last.words.agreement
 
     def request(self, name: str) -> None:
         """Request "checkpoint" or "drain": after the next reduction, ``name in ddp.agreement.requests`` on every rank, for one step."""
@@ -549,7 +548,7 @@ class DistributedDataParallel(TorchNames):
         its number; ``link``, its ``latency`` and ``bytes_per_second``, None while not measured; ``seconds_by_rank`` of computing;
         ``stragglers``, the ranks that took more than 1.2 times the median, and how many times.
         """
-        return step_report(self._reducer)
+        return self._reducer.report()
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set the mode, as in any module.

@@ -24,14 +24,13 @@ from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import copy_from
 from elastirun.train.reduction.buckets.plan import CAP, FIRST_CAP, MIB
 from elastirun.train.reduction.running_stats import find_statistics
-from elastirun.train.reduction.step_times import step_report
 from elastirun.train.reduction.transports.base import reduction_errors
 
 if TYPE_CHECKING:
     from torch.nn.parallel.distributed import DistributedDataParallel as Original
 
-    from elastirun.train.reduction.conclusion import Options
     from elastirun.train.reduction.reducer import Reducer
+    from elastirun.train.reduction.reduction import Options
 else:  # torch's own class, even where a script has put ours in its place
     Original = next(c for c in nn.parallel.DistributedDataParallel.__mro__ if c.__module__ == "torch.nn.parallel.distributed")
 
@@ -116,7 +115,7 @@ class TorchNames(Original):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
-        return self._reducer.planner.epoch > 0
+        return self._reducer.parts.planner.epoch > 0
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -216,7 +215,7 @@ class TorchNames(Original):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return those of torch's figures that have a meaning here; see ``stats()``. ``can_set_static_graph`` is 0: no gain."""
-        stats, reducer = step_report(self._reducer), self._reducer
+        stats, reducer = self._reducer.report(), self._reducer
         return {
             "module_name": type(self.module).__name__,
             "backend_name": dist.get_backend(self.process_group),
