@@ -100,8 +100,13 @@ class LinkArena:
         self._link = link
         self.buffers = [torch.zeros(s.numel, dtype=s.dtype) for s in storages]
 
+    def part(self, index: int) -> Tensor:
+        return self.buffers[index]
+
     def all_reduce(self, index: int) -> Passing:
         return Passing(self._link.begin(self.buffers[index].nbytes))
+
+    reduce_scatter = all_gather = all_reduce
 
 
 class LinkTransport:
