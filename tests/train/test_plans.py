@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ReductionFailed
-from elastirun.train.ddp.module import OTHERS_TRAINED
 from elastirun.train.ddp.nested_tensors import find_tensors
+from elastirun.train.ddp.world_switch import OTHERS_TRAINED, WorldSwitch
 from elastirun.train.groups.collectives import broadcast
 from elastirun.train.reduction.buckets.planner import PROBES
 from elastirun.train.reduction.transports.base import Storage
@@ -207,10 +207,10 @@ def kept(rank: int, world: int, transport: str) -> tuple[list[Any], list[list[in
         ddp = DDP(module, transport=transport, process_group=two)
         train(ddp, rank, 8)
         before = ddp._reducer.parts.planner.buckets
-        assert not ddp.plans
+        assert not WorldSwitch(ddp).plans
         ddp.set_group()
     planner = ddp._reducer.parts.planner
-    assert not ddp.plans, "a plan is there: it is not measured again"
+    assert not WorldSwitch(ddp).plans, "a plan is there: it is not measured again"
     positions = [planner.position, *train(ddp, rank, 4)]  # with the tenth reduction, after which there may be a new plan
     ddp.zero_grad()
     ddp(batch(9, rank), whole=True).pow(2).mean().backward()
@@ -237,10 +237,10 @@ def another_transport(rank: int, world: int) -> bool:
     for step in range(6):
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
-    assert not ddp.plans
+    assert not WorldSwitch(ddp).plans
     ddp._reducer.world.transport_wanted = "group"
     ddp.set_group()
-    return ddp.plans
+    return WorldSwitch(ddp).plans
 
 
 def test_a_plan_for_another_transport_is_made_anew() -> None:
@@ -252,14 +252,14 @@ def joined(rank: int, world: int) -> list[list[int]]:
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     ddp = DDP(Sometimes(), process_group=alone)
     train(ddp, rank, 8 if rank == 0 else 1)
-    ddp.hold_plan(True)
+    WorldSwitch(ddp).hold_plan(True)
     group = dist.group.WORLD
     assert group is not None
-    ddp.enter_world(ddp.prepare_world(group))
-    position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
+    WorldSwitch(ddp).enter(WorldSwitch(ddp).prepare(group))
+    position = broadcast([*map(int, WorldSwitch(ddp).position)], group, torch.device("cpu"))
     if rank == 1:
-        ddp.position = position
-    ddp.hold_plan(False)
+        WorldSwitch(ddp).position = position
+    WorldSwitch(ddp).hold_plan(False)
     return train(ddp, rank, 6)
 
 
@@ -277,17 +277,17 @@ def joined_unfrozen(rank: int, world: int) -> list[float]:
         for _ in range(2):
             ddp.zero_grad()
             ddp(torch.ones(1, 2)).sum().backward()
-    ddp.hold_plan(True)
+    WorldSwitch(ddp).hold_plan(True)
     group = dist.group.WORLD
     assert group is not None
     if rank == 1:
         dist.destroy_process_group(alone)  # as the group of a rank that was alone ends when it is to join
-    ddp.enter_world(ddp.prepare_world(group, new=rank == 1))
-    position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
+    WorldSwitch(ddp).enter(WorldSwitch(ddp).prepare(group, new=rank == 1))
+    position = broadcast([*map(int, WorldSwitch(ddp).position)], group, torch.device("cpu"))
     if rank == 1:
-        ddp.position = position
+        WorldSwitch(ddp).position = position
     assert ddp._reducer.parts.planner.held
-    ddp.hold_plan(False)
+    WorldSwitch(ddp).hold_plan(False)
     ddp.zero_grad()
     ddp(torch.full((1, 2), float(rank))).sum().backward()
     return [0.0 if p.grad is None else float(p.grad.sum()) for p in net.parameters()]
@@ -305,12 +305,12 @@ def frozen_meanwhile(rank: int, world: int, backwards: int) -> str:
     ddp(torch.ones(1, 2)).sum().backward()
     group = dist.group.WORLD
     assert group is not None
-    following = ddp.prepare_world(group)
+    following = WorldSwitch(ddp).prepare(group)
     net[0].weight.requires_grad_(False)
     for _ in range(backwards):
         ddp(torch.ones(1, 2)).sum().backward()
     try:
-        ddp.enter_world(following)
+        WorldSwitch(ddp).enter(following)
     except ReductionFailed as error:
         return str(error)
     return ""
@@ -333,7 +333,7 @@ def frozen_between(rank: int, world: int) -> str:
     group = dist.group.WORLD
     assert group is not None
     try:
-        ddp.prepare_world(group)
+        WorldSwitch(ddp).prepare(group)
     except ReductionFailed as error:
         return str(error)
     return ""

@@ -24,9 +24,8 @@ from elastirun.train.ddp.optimizer import BucketSteps, applied, step_each, take_
 from elastirun.train.ddp.replica_description import check_reducible, describe, sparse_names
 from elastirun.train.ddp.state_dicts import take_both_forms
 from elastirun.train.ddp.torch_names import TorchNames, torchs
-from elastirun.train.ddp.uneven_batches import take_batches
-from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
-from elastirun.train.groups.collectives import broadcast, copy_from_first, digest, gather, verify_same
+from elastirun.train.errors import TrainError, WrongUse
+from elastirun.train.groups.collectives import copy_from_first, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
 from elastirun.train.reduction.comm_hooks import Hook
 from elastirun.train.reduction.control_words import REQUESTS, Agreement
@@ -35,11 +34,8 @@ from elastirun.train.reduction.reduction import Options
 from elastirun.train.reduction.running_stats import find_statistics
 from elastirun.train.reduction.transports.base import Transport, reduction_errors
 from elastirun.train.reduction.transports.choose import choose
-from elastirun.train.reduction.world import World
 
 T = TypeVar("T")
-
-OTHERS_TRAINED = "other parameters are trained than when the next world was prepared"
 
 
 class DistributedDataParallel(TorchNames):
@@ -144,7 +140,7 @@ class DistributedDataParallel(TorchNames):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._join(group_of(process_group, device_mesh), init_sync)
-        release_at_exit(self)
+        release_at_exit(self, _release)
 
     # -- the world --------------------------------------------------------------------------------------------------
 
@@ -155,7 +151,7 @@ class DistributedDataParallel(TorchNames):
         """
         self.process_group = find_group(group)
         self._list_parameters()
-        copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
+        copied = self._list_copied()
         needs = [param.requires_grad for _, param in self._named]
         devices = [param.device for _, param in self._named if param.requires_grad]
         if not devices:
@@ -205,6 +201,10 @@ class DistributedDataParallel(TorchNames):
         assert self.process_group is not None
         check_reducible(self._named, self.process_group)
 
+    def _list_copied(self) -> list[tuple[str, Tensor]]:
+        """Return the names and tensors that are compared and copied at construction."""
+        return [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
+
     def _list_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the names and buffers that are not to be ignored."""
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
@@ -231,80 +231,14 @@ class DistributedDataParallel(TorchNames):
         settings (``accumulate``, ``set_samples``, requests) stay, and steps are counted from the highest number of any rank. A plan of the
         buckets that was made from measured times stays, too; new ranks take it over.
         """
-        self.leave_group()
+        self._leave_group()
         left = self._reducer
         assert isinstance(left, CarriedOver)
         self._join(process_group, init_sync, left)
         self._reducer.keep_requests(left)
 
-    def prepare_world(self, process_group: dist.ProcessGroup, new: bool = False) -> World:
-        """Make what this module needs in another world, beside what it has. Every rank of ``process_group`` calls it, in any thread.
-
-        The plan must not change until ``enter_world``: see ``hold_plan``. ``new``: train from now on the parameters that rank 0 trains.
-        """
-        device = self._reducer.parts.planner.device
-        copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
-        with reduction_errors("preparing the next world"):
-            described = self._describe(copied, init_sync=False, trained=False)
-            verify_same(described, "parameters, buffers and options", process_group, device)
-            needs = broadcast(list(map(int, self._reducer.parts.trained.needs)), process_group, device)
-            if new:
-                self._train(needs, process_group)
-            reducer = self._reducer  # the one of this moment: a forward makes another one where other parameters are trained
-            digests = gather([digest(str([*map(int, reducer.parts.trained.needs)]))], process_group, device)
-            if any(theirs != digests[0] for theirs in digests):
-                raise ReductionFailed(OTHERS_TRAINED)
-            group = make_own_group(process_group, device)
-            transport = self._choose_transport(group, device)
-            return reducer.prepare_world(process_group, group, transport)
-
-    def _train(self, needs: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Train the parameters that ``needs`` says, and freeze all others. ``group``: in place of this rank's, which may have ended."""
-        for (_, param), needed in zip(self._named, needs, strict=True):
-            param.requires_grad_(bool(needed))
-        self._reducer.find_frozen()
-        if self._reducer.parts.trained.differs:
-            self._adapt(group)
-
-    def enter_world(self, world: World) -> World:
-        """Go on in another world. Every rank calls it between the same two steps. Return the old one.
-
-        Whoever holds the old one may drop it in a thread, which takes a while. The groups of the old world are the caller's to end.
-        Raises ReductionFailed if other parameters are trained than when the world was prepared.
-        """
-        settle()
-        if self._reducer.parts.trained.differs or not world.buckets.are_for(self._reducer.params):
-            raise ReductionFailed(OTHERS_TRAINED)
-        old = self._reducer.world
-        old.transport.close()
-        if isinstance(self._end_own_group, weakref.finalize):
-            self._end_own_group.detach()
-        self.process_group = world.process_group
-        self._keep_own_group(world.group, self._reducer.parts.planner.device)
-        self._reducer.enter_world(world)
-        self.require_forward_param_sync = True  # of buffers, in the next forward, on every rank: a new one has made no forward yet
-        return old
-
-    @property
-    def plans(self) -> bool:
-        """Return whether the plan of the buckets will change in the next steps, as it is made from measured times. On every rank alike."""
-        return self._reducer.parts.planner.learning or self._reducer.world.buckets.outdated
-
-    def hold_plan(self, hold: bool) -> None:
-        """Keep the plan of the buckets, and compare no replicas, until the next call. Every rank calls it at the same point."""
-        self._reducer.parts.planner.held = hold
-
-    @property
-    def position(self) -> list[float]:
-        """Numbers that a new rank must know to reduce with the others from the next step on."""
-        return self._reducer.position
-
-    @position.setter
-    def position(self, position: Sequence[float]) -> None:
-        self._reducer.position = position
-
-    def leave_group(self) -> None:
-        """Let go of the process groups, which takes 10 to 20 ms for each, before ``set_group``: nothing else may come between the two."""
+    def _leave_group(self) -> None:
+        """Let go of the process groups, if that is not done yet."""
         if isinstance(self._reducer, CarriedOver):
             return
         _adopt(self)  # rank 0 may be another one later
@@ -318,38 +252,10 @@ class DistributedDataParallel(TorchNames):
         self._reducer = self._reducer.leave()  # type: ignore[assignment]
         self.process_group = None  # type: ignore[assignment]
 
-    def drop_failed_steps(self) -> None:
-        """Let a step whose reduction fails, or whose forward loses a peer, go on to its end without gradients, not with an exception.
-
-        ``failed`` is true then, and all backwards end without gradients until ``set_group``.
-        """
-        self._drops_failed_steps = True
-        self._reducer.drop_failed_steps()
-
     @property
     def failed(self) -> bool:
         """Return whether a reduction has failed since the last ``set_group``."""
         return self._reducer.broken
-
-    @property
-    def completed(self) -> int:
-        """Return the number of reductions since the last ``set_group`` whose gradients could be used."""
-        return self._reducer.completed
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Return whether an optimizer steps in the backward."""
-        return self._reducer.steps_in_backward
-
-    @property
-    def hook_with_state(self) -> bool:
-        """Return whether there is a communication hook that keeps something from one reduction to the next."""
-        return self._hook[1] is not None
-
-    def interrupt(self, why: str) -> None:
-        """Let waits for ranks of this host end with a PeerLost. May be called in any thread."""
-        if isinstance(made := self.__dict__.get("_made"), Reducer):
-            made.world.transport.interrupt(why)
 
     def _adapt(self, group: dist.ProcessGroup | None = None) -> None:
         """Make the reducer anew, because other parameters are frozen now, on every rank alike.
@@ -495,10 +401,6 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards}")
         self._reducer.local_report.weigh(float(samples), float(backwards))
 
-    def count_samples(self, counts: bool) -> None:
-        """Let this rank's samples count from now on, or not, whatever ``set_samples`` says: not while it has a part of the state only."""
-        self._reducer.local_report.counts = counts
-
     def skip(self) -> None:
         """Take part in a reduction without data; the gradients are the mean over the other ranks."""
         self._prepare()
@@ -514,7 +416,30 @@ class DistributedDataParallel(TorchNames):
         Each batch that is not None needs one reducing backward (a batch without one is reported as no data). Where None comes, the
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
-        return take_batches(self, data, samples)
+        if hasattr(data, "steps"):
+            raise WrongUse(f"batches() reads one batch ahead, which {type(data).__name__} would count as consumed: use its steps(ddp)")
+        end, source = object(), iter(data)
+        self._reducer.local_report.read_first()
+        batch: Any = next(source, end)
+        try:
+            while True:
+                following = end if batch is end else next(source, end)
+                weight = 1.0 if samples is None or batch is end else float(samples(batch))
+                self._reducer.local_report.announce_batch(weight, more=following is not end)
+                step = self._reducer.step
+                if batch is not end:
+                    yield batch
+                if self._reducer.step == step and (batch is end or self._reducer.schedule.always_reduces):
+                    self.skip()
+                    if self.agreement.with_data == 0:
+                        return
+                    if batch is end:
+                        yield None
+                if not self.agreement.more:
+                    return
+                batch = following
+        finally:
+            self._reducer.local_report.announce_batch(1.0, more=False)
 
     # -- what all ranks agree on --------------------------------------------------------------------------------------
 
@@ -530,10 +455,6 @@ class DistributedDataParallel(TorchNames):
         if name not in REQUESTS:
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
         self._reducer.local_report.request(name)
-
-    def withdraw(self, name: str) -> None:
-        """Take a request of this rank back that no reduction has carried yet."""
-        self._reducer.local_report.requests.discard(name)
 
     @property
     def drained(self) -> int | None:
@@ -624,9 +545,14 @@ class DistributedDataParallel(TorchNames):
         self.process_group = find_group(None)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self._hook, self._optimizer = (None, None), None
-        self._first_backward = FirstBackward(self)
+        self._first_backward = FirstBackward(weakref.WeakMethod(self._begin_first))
         self._list_parameters()
-        release_at_exit(self)
+        release_at_exit(self, _release)
+
+    def _begin_first(self) -> None:
+        """Make the reducer of this copy, unless it has one, and let it begin the backward under way."""
+        if self._without_reducer and autograd_engine.accumulates():
+            self._reducer.backward_starts()
 
     def _follow_default_group(self) -> None:
         """Belong to the default group of now: the one that this copy was made in may have ended, as in a live job."""
@@ -649,13 +575,14 @@ class DistributedDataParallel(TorchNames):
     def _reducer(self, reducer: Reducer) -> None:
         self.__dict__["_made"] = reducer
 
-    def _release(self) -> None:
-        """Let the reducer and the process groups go, at the end of the process."""
-        if not self._without_reducer:
-            self._reducer.close()
-            self._end_own_group()
-            del self.__dict__["_made"], self._end_own_group
-        del self.process_group
+
+def _release(ddp: DistributedDataParallel) -> None:
+    """Let the reducer and the process groups go, at the end of the process."""
+    if not ddp._without_reducer:
+        ddp._reducer.close()
+        ddp._end_own_group()
+        del ddp.__dict__["_made"], ddp._end_own_group
+    del ddp.process_group
 
 
 def refuse_capture(param: Tensor) -> None:

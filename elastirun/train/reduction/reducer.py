@@ -127,11 +127,6 @@ class Reducer:
             self.world.buckets.expire()
         self.parts.extensions.optimizer_step = step
 
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether an optimizer is stepped for each bucket."""
-        return self.parts.extensions.optimizer_step is not None
-
     def drop_failed_steps(self) -> None:
         """Let a failed reduction end its backward without gradients. Every rank calls it: from then on, gradients are used after the words
         of their step were read."""
