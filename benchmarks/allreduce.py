@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lab import machine, table
-from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.base import Storage
 from elastirun.train.reduction.transports.group import GroupTransport
 from elastirun.train.reduction.transports.shared_memory import SharedMemory
 from tests.support import worlds

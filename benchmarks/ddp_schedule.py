@@ -31,8 +31,8 @@ from torch.futures import Future
 
 from benchmarks.lab import machine, table
 from elastirun.train import DistributedDataParallel
-from elastirun.train.reduction.buckets.memory import Storage
 from elastirun.train.reduction.buckets.plan import LinkSpeed
+from elastirun.train.reduction.transports.base import Storage
 from tests.support import worlds
 
 MB = 1 << 20
@@ -100,8 +100,13 @@ class LinkArena:
         self._link = link
         self.buffers = [torch.zeros(s.numel, dtype=s.dtype) for s in storages]
 
+    def part(self, index: int) -> Tensor:
+        return self.buffers[index]
+
     def all_reduce(self, index: int) -> Passing:
         return Passing(self._link.begin(self.buffers[index].nbytes))
+
+    reduce_scatter = all_gather = all_reduce
 
 
 class LinkTransport:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel
-from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.base import Storage
 from elastirun.train.reduction.transports.choose import choose
 
 CPU = torch.device("cpu")

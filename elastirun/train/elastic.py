@@ -25,8 +25,8 @@ from elastirun.train.checkpoints.checkpointer import Checkpointer
 from elastirun.train.checkpoints.ranks import begin_world
 from elastirun.train.data.loader import ElasticDataLoader
 from elastirun.train.data.steps import Step
-from elastirun.train.ddp.at_exit import living
 from elastirun.train.ddp.module import DistributedDataParallel
+from elastirun.train.ddp.world_switch import WorldSwitch, reducing
 from elastirun.train.errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import backends_of, gather
 from elastirun.train.groups.connections import live_sockets
@@ -36,8 +36,8 @@ from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.state_copy import StateKept, copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange, connecting
-from elastirun.train.reduction.active_backwards import settle
 from elastirun.train.reduction.control_words import ADMIT, LEFT, SWITCH, WHOLE
+from elastirun.train.reduction.reducer import settle
 from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_connection import LiveConnection
 from elastirun.worker.live_messages import VARIABLE
@@ -160,7 +160,7 @@ class Elastic:
             return
         _check(self._model)
         if self._connection is not None:
-            self._model.drop_failed_steps()
+            self._switch.drop_failed_steps()
             self._connection.cut = self._interrupt
             self._enter(self._connection)
         elif LAUNCHED in os.environ:
@@ -174,6 +174,10 @@ class Elastic:
         return self.state.step
 
     @property
+    def _switch(self) -> WorldSwitch:
+        return WorldSwitch(self._model)
+
+    @property
     def counts(self) -> bool:
         """Return whether the step under way counts: not if its reduction failed, nor while this worker has no state."""
         return self._whole and not self._rehearses and not self._is_dropped
@@ -181,7 +185,7 @@ class Elastic:
     @property
     def _is_dropped(self) -> bool:
         """Return whether the step under way has no gradients, as its reduction failed: not, if a peer was lost after that."""
-        return self._model.failed and self._model.completed == self._completed
+        return self._model.failed and self._switch.completed == self._completed
 
     @property
     def checkpoints(self) -> Checkpointer | None:
@@ -212,10 +216,10 @@ class Elastic:
         epoch = self._loader.epoch
         while self._loader.epoch == epoch:
             for batch in data:
-                self._model.count_samples(self._whole)
+                self._switch.count_samples(self._whole)
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if self._whole else 0)
-                self._completed, self._open = self._model.completed, (token := object())
+                self._completed, self._open = self._switch.completed, (token := object())
                 try:
                     yield batch
                 except GeneratorExit:  # the script has left the loop
@@ -257,7 +261,7 @@ class Elastic:
         self._open, self._left = None, -1
         if self._model.failed:
             self._tried += bool(self._before.others)
-        counts = self._model.completed > self._completed
+        counts = self._switch.completed > self._completed
         if counts:
             self._left = self._worlds
         if counts and not self._rehearses:
@@ -295,7 +299,7 @@ class Elastic:
 
         A step with another number would count with other gradients, or not count, where a peer is lost.
         """
-        made = self._model.completed - self._completed
+        made = self._switch.completed - self._completed
         if made == 0:
             raise TrainError(
                 f"no reduction was made for the batch of step {self.state.step + 1}: make one for each batch "
@@ -348,7 +352,7 @@ class Elastic:
         if self._change is None:
             if ADMIT not in self._model.agreement.requests:
                 return
-            if self._model.plans:
+            if self._switch.plans:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
                 self._change = WorldChange(live, self._model, self.state, _backend, _timeout)
@@ -418,7 +422,7 @@ class Elastic:
             return  # where a peer is lost, others may be in ``save`` already
         self._model.request(LEFT)
         self._model.skip()
-        self._model.withdraw(LEFT)
+        self._switch.withdraw(LEFT)
         if not self._model.failed:
             if LEFT not in self._model.agreement.unanimous:
                 raise TrainError(ONE_HAS_LEFT)
@@ -460,7 +464,7 @@ class Elastic:
         if (live := self._live) is not None:
             live.stop()
         live_sockets.cut()
-        self._model.interrupt("the agent ends this round")
+        self._switch.interrupt("the agent ends this round")
         abort_groups()
 
     def _leave(self, connection: LiveConnection) -> None:
@@ -476,7 +480,7 @@ class Elastic:
         live_sockets.forget()
         connection.leave(self.state.step, self._settled)
         groups = leave_groups()
-        self._model.leave_group()  # while the agents form the next round
+        self._switch.leave()  # while the agents form the next round
         end_beside(groups)
 
     def _close_checkpoints(self) -> None:
@@ -588,7 +592,7 @@ class Elastic:
             return
         assert live.world is not None
         for request in (ADMIT, SWITCH, WHOLE):
-            self._model.withdraw(request)  # what this rank has asked for in a world that is over
+            self._switch.withdraw(request)  # what this rank has asked for in a world that is over
         if self._rehearsal is not None:
             self._rehearsal.train_as_before()  # nobody has a state
         with connecting(live.world):
@@ -614,7 +618,7 @@ class Elastic:
         self._worlds += 1
         live_sockets.end()  # those of the script, from now on, are not cut
         live_sockets.cut()
-        self._model.interrupt("the other ranks are in the next epoch")
+        self._switch.interrupt("the other ranks are in the next epoch")
         abort_groups()
 
     def _catch_up(self) -> None:
@@ -734,19 +738,14 @@ def _check(model: DistributedDataParallel) -> None:
         raise WrongUse("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
     if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
         raise WrongUse(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
-    if (_connection is not None or LAUNCHED in os.environ) and _reducing() > 1:
+    if (_connection is not None or LAUNCHED in os.environ) and reducing() > 1:
         gc.collect()  # the script may have replaced one
-        if (number := _reducing()) > 1:
+        if (number := reducing()) > 1:
             raise WrongUse(
                 "Elastic works with one DistributedDataParallel in a process, whose group changes with the world, "
                 f"and there are {number}: have the networks in one module, and one backward for each batch"
             )
-    if model.hook_with_state:
+    if WorldSwitch(model).hook_with_state:
         raise WrongUse("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
-    if model.steps_in_backward:
+    if WorldSwitch(model).steps_in_backward:
         raise WrongUse("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")
-
-
-def _reducing() -> int:
-    """Return how many modules of this process reduce; a copy of one, as in an average, does not."""
-    return sum(not ddp._without_reducer for ddp in living())

@@ -23,14 +23,14 @@ def test_every_phase_is_reached_and_three_of_them_are_final() -> None:
 
 @pytest.mark.parametrize("reduces", [True, False])
 def test_a_backward_goes_through_the_phases_in_order(reduces: bool) -> None:
-    backward = Backward(reduces, samples=1.0, left=[1], seen=set())
+    backward = Backward(reduces)
     backward.accumulate()
     assert backward.phase is (Phase.COLLECTING if reduces else Phase.KEEPING)
     assert backward.advance(Trigger.GRAPH_DONE) is (Phase.REDUCING if reduces else Phase.DONE)
 
 
 def test_an_impossible_transition_gives_its_history() -> None:
-    backward = Backward(True, samples=1.0, left=[1], seen=set())
+    backward = Backward(True)
     backward.accumulate()
     backward.advance(Trigger.GRAPH_DONE)
     with pytest.raises(RuntimeError) as error:
@@ -45,7 +45,7 @@ def test_an_impossible_transition_gives_its_history() -> None:
 def test_gradients_are_found_by_their_versions() -> None:
     """Not every parameter has a hook."""
     module = make()
-    backward = Backward(True, samples=1.0, left=[], seen=set())
+    backward = Backward(True)
     for _ in range(2):  # grad is None, then there is one
         backward.remember(list(module.parameters()))
         assert not backward.has_accumulated(list(module.parameters()))
@@ -78,7 +78,7 @@ def broken(rank: int, world: int) -> list[Any]:
     ddp = DDP(make(), bucket_cap_mb=1e-5)
     learn(ddp, rank)
     launched: list[int] = []
-    reduce = ddp._reducer.bucket_set.reduce
+    reduce = ddp._reducer.world.buckets.reduce
 
     def fail(index: int) -> Any:
         launched.append(index)
@@ -86,7 +86,7 @@ def broken(rank: int, world: int) -> list[Any]:
             raise MemoryError("on purpose")
         return reduce(index)
 
-    ddp._reducer.bucket_set.reduce = fail  # type: ignore[method-assign]
+    ddp._reducer.world.buckets.reduce = fail  # type: ignore[method-assign]
     losses: list[Tensor] = [ddp(batch(step, rank)).pow(2).mean() for step in range(2)]
     told = []
     for loss in losses:

@@ -355,11 +355,11 @@ def test_a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others(eval
 
 def test_counts_that_travel_as_a_mean_are_whole_numbers_again() -> None:
     layer = nn.BatchNorm1d(WIDTH)
-    arriving = RunningStatistics(find_statistics(layer), first=False)
+    arriving = RunningStatistics(find_statistics(layer))
     for count in range(1, 200):
         tail = torch.full((arriving.numel,), float(count)) / 41
         arriving.use_memory(tail)
-        arriving.receive(41.0)
+        arriving.receive(1, 41.0)
         assert int(layer.num_batches_tracked or 0) == count
 
 
@@ -409,7 +409,7 @@ def switched(rank: int, world: int) -> list[Any]:
     counts = []
     for number in range(2):
         ddp(batch(number, rank)).pow(2).mean().backward()
-        counts.append(ddp.agreement.step if ddp._reducer.conclusion.pending else None)
+        counts.append(ddp.agreement.step if ddp._reducer.last else None)
     return [saved.tolist(), after, counts, ddp.agreement.samples, sorted(ddp.agreement.requests)]
 
 

@@ -129,7 +129,7 @@ def steps(one: ElasticDataLoader) -> Iterator[tuple[list[int], dict[str, int]]]:
         for batch in one:
             yield samples(batch), one.state_dict()
         return
-    reducer = SimpleNamespace(schedule=Schedule(), params=[], step=0, rank=one.rank, world=one.world_size)
+    reducer = SimpleNamespace(schedule=Schedule(), params=[], step=0, world=SimpleNamespace(rank=one.rank, size=one.world_size))
     ddp: Any = SimpleNamespace(_reducer=reducer, set_samples=lambda *_, **__: None, skip=lambda: None)
     for step in one.steps(ddp):
         before = one.consumed

@@ -66,14 +66,14 @@ def signalled_within_a_reduction(rank: int, world: int) -> int | None:
     drain = Drain(ddp)
     train(ddp, 3)
     if rank == 1:  # the words of this step have been written then, and are not forgotten yet
-        receive = ddp._reducer.conclusion.receive
+        receive = ddp._reducer.world.buckets.read_words
 
         def signalled(*args: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return receive(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ddp._reducer.conclusion, "receive", signalled)
+            patch.setattr(ddp._reducer.world.buckets, "read_words", signalled)
             train(ddp)
     else:
         train(ddp)

@@ -34,6 +34,7 @@ from elastirun.train import (
     TrainState,
     elastic,
 )
+from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups, rank_prefix
 from elastirun.train.groups.connections import _sockets, live_sockets
@@ -225,7 +226,7 @@ def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool
     live_sockets.begin()
     state, model = made(0, transport=transport)
     live_sockets.end()
-    model.drop_failed_steps()
+    WorldSwitch(model).drop_failed_steps()
     state["data"].set_world(0, 1)
     batch = next(iter(state["data"]))
     for _ in range(12):  # until nothing is learnt any more, and only gradients travel
@@ -235,7 +236,7 @@ def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool
 
         def stop() -> None:
             live_sockets.cut()
-            model.interrupt("a test")
+            WorldSwitch(model).interrupt("a test")
 
         waits = threading.Timer(0.05, stop)
         waits.start()
@@ -278,7 +279,7 @@ def interrupted_in_the_forward(rank: int, world: int) -> tuple[bool, bool]:
     model = DistributedDataParallel(Masked())
     live_sockets.end()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.drop_failed_steps()
+    WorldSwitch(model).drop_failed_steps()
     inputs, changed = torch.ones(1, 4), False
     for at in range(2):
         if at == 1 and rank == 0:
@@ -301,7 +302,7 @@ def interrupted_in_the_forward(rank: int, world: int) -> tuple[bool, bool]:
 
 def deep_copied(rank: int, world: int) -> bool:
     model = DistributedDataParallel(Masked())
-    model.drop_failed_steps()
+    WorldSwitch(model).drop_failed_steps()
     frozen = copy.deepcopy(model).eval().requires_grad_(False)
     with torch.no_grad():
         return torch.equal(frozen(torch.ones(1, 4)), model(torch.ones(1, 4)))
@@ -322,7 +323,7 @@ def left(rank: int, world: int) -> bool:
     live_sockets.begin()
     state, model = made(0, transport="group")
     live_sockets.end()
-    model.drop_failed_steps()
+    WorldSwitch(model).drop_failed_steps()
     state["data"].set_world(0, 1)
     batch = next(iter(state["data"]))
     dist.barrier()
@@ -332,7 +333,7 @@ def left(rank: int, world: int) -> bool:
         step(state, model, batch)
         waits.join()
         assert model.failed and len(_sockets()) > before
-        model.leave_group()
+        WorldSwitch(model).leave()
         before -= len(_sockets())
     dist.barrier()
     return rank == 1 or before == 0
@@ -346,7 +347,7 @@ def test_nothing_of_a_group_is_left_when_the_module_has_left_it() -> None:
 def concluded(rank: int, world: int) -> tuple[bool, bool]:
     """A peer is lost in what follows a reduction, when the gradients are there already."""
     state, model = made(0)
-    model.drop_failed_steps()
+    WorldSwitch(model).drop_failed_steps()
     before = [p.detach().clone() for p in model.parameters()]
 
     def fail(*_: Any) -> bool:
@@ -552,7 +553,7 @@ def comes_alone_again(rank: int, world: int) -> int:
     training = object.__new__(elastic.Elastic)
     training._model = model
     dist.destroy_process_group()
-    model.leave_group()
+    WorldSwitch(model).leave()
     training._be_alone()
     step(state, model, next(iter(state["data"])))
     return dist.get_world_size()
@@ -697,7 +698,7 @@ def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: b
 
 def weighed(rank: int, world: int) -> float:
     model = DistributedDataParallel(nn.Linear(4, 2))
-    model.count_samples(rank == 0)
+    WorldSwitch(model).count_samples(rank == 0)
     model.set_samples(8)
     model(torch.ones(1, 4)).sum().backward()
     return model.agreement.samples
@@ -938,7 +939,7 @@ def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypat
     training._join(None, World(1, (0, 1)))  # type: ignore[arg-type]
     promised: list[tuple[int, int]] = []
     training._checkpoints = training._change = training._live = None
-    training._model = SimpleNamespace(leave_group=lambda: None)  # type: ignore[assignment]
+    training._model = SimpleNamespace(_leave_group=lambda: None)  # type: ignore[assignment]
     training._leave(SimpleNamespace(leave=lambda *given: promised.append(given)))  # type: ignore[arg-type]
     assert promised == [(0, 0)]
 

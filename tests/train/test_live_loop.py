@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastirun.errors import CheckpointError
 from elastirun.train import DistributedDataParallel, ReductionFailed, TrainError, elastic
+from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups
 from elastirun.train.groups.connections import live_sockets
@@ -44,7 +45,7 @@ class Peers:
         self.asked, self.left = False, list[int]()
         self.wait_until_asked = lambda *given: True
         training._connection, training._live = self, SimpleNamespace(size=size, end_if_over=lambda limit: None)  # type: ignore[assignment]
-        training._model.drop_failed_steps()
+        WorldSwitch(training._model).drop_failed_steps()
         training._go_on = lambda live: None  # type: ignore[method-assign]
         training._leave = lambda connection: self.left.append(training.step)  # type: ignore[method-assign]
         training._enter = lambda connection: self.enter(training)  # type: ignore[method-assign]

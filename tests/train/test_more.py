@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import Diverged, TrainError
+from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.reduction import replica_check
 from elastirun.train.reduction.replica_check import verify_replicas
 from elastirun.train.reduction.step_times import stragglers
@@ -252,11 +253,11 @@ def compiled_in_worlds(rank: int, world: int, inner: bool) -> tuple[int, int]:
     first = len(graphs)
     ddp.set_group([dist.new_group([0]), dist.new_group([1])][rank])
     train(4)
-    ddp.hold_plan(True)
+    WorldSwitch(ddp).hold_plan(True)
     group = dist.group.WORLD
     assert group is not None
-    ddp.enter_world(ddp.prepare_world(group))
-    ddp.hold_plan(False)
+    WorldSwitch(ddp).enter(WorldSwitch(ddp).prepare(group))
+    WorldSwitch(ddp).hold_plan(False)
     train(4)
     return first, len(graphs) - first
 
@@ -283,10 +284,10 @@ def on_two_devices(rank: int, world: int) -> tuple[str, str, str]:
     ddp = DDP(OnTwoDevices(), init_sync=False)
     group = dist.new_group([0, 1])
     assert group is not None
-    following = ddp.prepare_world(group)
+    following = WorldSwitch(ddp).prepare(group)
     with pytest.raises(TrainError) as error:
         DDP(OnTwoDevices(), init_sync=False, transport="shared memory")
-    return type(ddp._transport).__name__, type(following.transport).__name__, str(error.value)
+    return type(ddp._reducer.world.transport).__name__, type(following.transport).__name__, str(error.value)
 
 
 def test_shared_memory_is_for_parameters_on_one_device_in_each_world() -> None:

@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     mutant(
         "the agent is told for how long the ranks compute",
-        *("reduction/conclusion", "        computed(agreement.seconds[self._rank], median(agreement.seconds))\n", ""),
+        *("reduction/conclusion", "        computed(agreement.seconds[world.rank], median(agreement.seconds))\n", ""),
         *("progress", "the_agent_is_told_for_how_long_this_rank_and_the_median_rank_compute"),
     ),
     mutant(
@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     mutant(
         "replicas are not compared while one has no state",
-        *("reduction/conclusion", "self._extensions.compares_replicas and not self._planner.held", "self._extensions.compares_replicas"),
+        *("reduction/conclusion", "extensions.compares_replicas and not held", "extensions.compares_replicas"),
         *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD]"),
     ),
     mutant(
@@ -155,12 +155,12 @@ MUTANTS = (
     ),
     mutant(
         "the step in which the script leaves the loop counts",
-        *("elastic", "counts = self._model.completed > self._completed", "counts = False"),
+        *("elastic", "counts = self._switch.completed > self._completed", "counts = False"),
         *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[False]"),
     ),
     mutant(
         "but not if its reduction failed",
-        *("elastic", "counts = self._model.completed > self._completed", "counts = True"),
+        *("elastic", "counts = self._switch.completed > self._completed", "counts = True"),
         *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[True]"),
     ),
     mutant(
@@ -255,7 +255,7 @@ MUTANTS = (
     ),
     mutant(
         "a step counts whose gradients were used before a peer was lost",
-        *("elastic", "return self._model.failed and self._model.completed == self._completed", "return self._model.failed"),
+        *("elastic", "return self._model.failed and self._switch.completed == self._completed", "return self._model.failed"),
         *("live_loop", "a_step_counts_whose_gradients_were_used_before_a_peer_was_lost"),
     ),
     mutant(
@@ -270,7 +270,7 @@ MUTANTS = (
     ),
     mutant(
         "a worker that an exception ends takes part in no reduction on its way out",
-        *("elastic", "        counts = self._model", "        settle()\n        counts = self._model"),
+        *("elastic", "        counts = self._switch", "        settle()\n        counts = self._switch"),
         *("live_loop", "a_worker_that_an_exception_ends_takes_part_in_no_reduction_on_its_way_out"),
     ),
     mutant(
@@ -499,7 +499,7 @@ MUTANTS = (
     ),
     mutant(
         "a request for a world ends with its round",
-        *("elastic", "            self._model.withdraw(request)", "            pass"),
+        *("elastic", "            self._switch.withdraw(request)", "            pass"),
         *("elastic", "a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_next"),
     ),
     mutant(
@@ -529,7 +529,7 @@ MUTANTS = (
     ),
     mutant(
         "a hook with a state is refused",
-        *("elastic", "if model.hook_with_state:", "if False:"),
+        *("elastic", "if WorldSwitch(model).hook_with_state:", "if False:"),
         *("elastic", "a_hook_with_a_state_is_refused"),
     ),
     mutant(
@@ -618,7 +618,7 @@ MUTANTS = (
     ),
     mutant(
         "the mean is over samples",
-        *("reduction/conclusion", "return self.expected_samples / self.samples", "return 1.0"),
+        *("reduction/reduction", "return self.expected_samples / self.samples", "return 1.0"),
         *("ddp", "the_mean_is_over_samples"),
     ),
     mutant(
@@ -628,7 +628,7 @@ MUTANTS = (
     ),
     mutant(
         "a step whose words come too late is not passed over",
-        *("reduction/conclusion", "if self._deferred and (agreement.failed", "if False and (agreement.failed"),
+        *("reduction/conclusion", "if agreement.failed or not same:", "if False:"),
         *("ddp", "on_a_gpu_the_words_are_read_a_step_later"),
     ),
     mutant(
@@ -653,7 +653,7 @@ MUTANTS = (
     ),
     mutant(
         "replicas that differ on purpose are not compared",
-        *("reduction/conclusion", "every > 0 and self._extensions.compares_replicas and", "every > 0 and"),
+        *("reduction/conclusion", "every > 0 and self._parts.extensions.compares_replicas and", "every > 0 and"),
         *("ways", "the_same_as_with_torchs_class[local_steps_wrapped-group]"),
     ),
     mutant(
@@ -663,7 +663,7 @@ MUTANTS = (
     ),
     mutant(
         "nor a gradient",
-        *("reduction/conclusion", "and (not self._deferred or agreed.looking == self._world)", ""),
+        *("reduction/reduction", "and (not defers or agreed.looking == self._world.size)", ""),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
     mutant(
@@ -677,7 +677,7 @@ MUTANTS = (
     ),
     mutant(
         "a step that freezes or unfreezes is looked at",
-        *("reduction/conclusion", " and not self._trained.differs", ""),
+        *("reduction/conclusion", " and not parts.trained.differs", ""),
         *("lazily", "what_is_unfrozen_is_reduced_from_the_first_step_on[2-group]"),
     ),
     # the transitions of a backward
@@ -1058,7 +1058,7 @@ MUTANTS = (
     ),
     mutant(
         "ranks that share a replica load the same samples",
-        *("data/steps", "if (rank, world_size) != (theirs", "if () != () and (theirs"),
+        *("data/steps", "if (rank, world_size) != (world", "if () != () and (world"),
         *("mesh", "ranks_that_share_a_replica_are_told_to_load_the_same_samples"),
     ),
     mutant(

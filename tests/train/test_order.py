@@ -268,7 +268,7 @@ def poor(rank: int, world: int, when: str) -> list[Any]:
             ddp.zero_grad()
             ddp(batch(step, rank)).pow(2).mean().backward()
             same.append(close([p.grad for p in ddp.parameters()], mean_of(world, step)))
-        assert isinstance(ddp._transport, SharedMemory)
+        assert isinstance(ddp._reducer.world.transport, SharedMemory)
         return same
     except TrainError as error:
         return [str(error)]

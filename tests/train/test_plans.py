@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ReductionFailed
-from elastirun.train.ddp.module import OTHERS_TRAINED
 from elastirun.train.ddp.nested_tensors import find_tensors
+from elastirun.train.ddp.world_switch import OTHERS_TRAINED, WorldSwitch
 from elastirun.train.groups.collectives import broadcast
-from elastirun.train.reduction.buckets import memory as bucket_memory
 from elastirun.train.reduction.buckets.planner import PROBES
+from elastirun.train.reduction.transports.base import Storage
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
@@ -34,9 +34,9 @@ def probed(rank: int, world: int) -> bool:
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
         if rank == 0:
-            before = ddp._reducer.bucket_set.buckets
+            before = ddp._reducer.world.buckets.buckets
             torch.autograd.grad(ddp(batch(step, rank)).sum(), list(ddp.parameters()))
-            assert ddp._reducer.bucket_set.buckets is before
+            assert ddp._reducer.world.buckets.buckets is before
     return close(grads(ddp.module), alone(ddp.module, [(1, batch(5, r)) for r in range(world)]))
 
 
@@ -65,7 +65,7 @@ def opaque(rank: int, world: int) -> list[int]:
     ddp = DDP(Opaque())
     learn_from = [ddp(batch(step, rank)).value.pow(2).mean().backward() for step in range(6)]
     assert len(learn_from) == 6
-    return ddp._reducer.watch.expected
+    return ddp._reducer.parts.hooks.expected
 
 
 def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
@@ -75,10 +75,10 @@ def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
 def memory(rank: int, world: int, transport: str) -> list[int]:
     """How many former buckets are still there when memory for new ones is asked for."""
     ddp, found = DDP(make(), transport=transport), []
-    reducer, allocate = ddp._reducer, ddp._transport.allocate
+    reducer, allocate = ddp._reducer, ddp._reducer.world.transport.allocate
     former: list[StorageWeakRef] = []
 
-    def look(storages: Sequence[bucket_memory.Storage]) -> Any:
+    def look(storages: Sequence[Storage]) -> Any:
         if storages[0].numel < PROBES[0]:  # it is not the link that is measured
             until = time.monotonic() + 2.0  # a thread of gloo lets go of a bucket a moment after its reduction
             while (left := sum(not ref.expired() for ref in former)) and time.monotonic() < until:
@@ -86,9 +86,9 @@ def memory(rank: int, world: int, transport: str) -> list[int]:
             found.append(left)
         return allocate(storages)
 
-    ddp._transport.allocate = look  # type: ignore[method-assign]
+    ddp._reducer.world.transport.allocate = look  # type: ignore[method-assign]
     for step in range(6):
-        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.bucket_set.buckets]
+        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.world.buckets.buckets]
         loss = ddp(batch(step, rank)).pow(2).mean()
         ddp.zero_grad()
         loss.backward()
@@ -190,7 +190,7 @@ def train(ddp: DDP, rank: int, steps: int) -> list[list[int]]:
     for step in range(steps):
         ddp.zero_grad()
         ddp(batch(step, rank), whole=step % 3 == 0).pow(2).mean().backward()
-        found.append(ddp._reducer.planner.position)
+        found.append(ddp._reducer.parts.planner.position)
     return found
 
 
@@ -202,15 +202,15 @@ def kept(rank: int, world: int, transport: str) -> tuple[list[Any], list[list[in
     module = Sometimes()
     if rank == 0:
         ddp = DDP(module, transport=transport)
-        before = ddp._reducer.planner.buckets
+        before = ddp._reducer.parts.planner.buckets
     else:
         ddp = DDP(module, transport=transport, process_group=two)
         train(ddp, rank, 8)
-        before = ddp._reducer.planner.buckets
-        assert not ddp.plans
+        before = ddp._reducer.parts.planner.buckets
+        assert not WorldSwitch(ddp).plans
         ddp.set_group()
-    planner = ddp._reducer.planner
-    assert not ddp.plans, "a plan is there: it is not measured again"
+    planner = ddp._reducer.parts.planner
+    assert not WorldSwitch(ddp).plans, "a plan is there: it is not measured again"
     positions = [planner.position, *train(ddp, rank, 4)]  # with the tenth reduction, after which there may be a new plan
     ddp.zero_grad()
     ddp(batch(9, rank), whole=True).pow(2).mean().backward()
@@ -237,10 +237,10 @@ def another_transport(rank: int, world: int) -> bool:
     for step in range(6):
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
-    assert not ddp.plans
-    ddp._transport_wanted = "group"
+    assert not WorldSwitch(ddp).plans
+    ddp._reducer.world.transport_wanted = "group"
     ddp.set_group()
-    return ddp.plans
+    return WorldSwitch(ddp).plans
 
 
 def test_a_plan_for_another_transport_is_made_anew() -> None:
@@ -252,14 +252,14 @@ def joined(rank: int, world: int) -> list[list[int]]:
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     ddp = DDP(Sometimes(), process_group=alone)
     train(ddp, rank, 8 if rank == 0 else 1)
-    ddp.hold_plan(True)
+    WorldSwitch(ddp).hold_plan(True)
     group = dist.group.WORLD
     assert group is not None
-    ddp.enter_world(ddp.prepare_world(group))
-    position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
+    WorldSwitch(ddp).enter(WorldSwitch(ddp).prepare(group))
+    position = broadcast([*map(int, WorldSwitch(ddp).position)], group, torch.device("cpu"))
     if rank == 1:
-        ddp.position = position
-    ddp.hold_plan(False)
+        WorldSwitch(ddp).position = position
+    WorldSwitch(ddp).hold_plan(False)
     return train(ddp, rank, 6)
 
 
@@ -277,17 +277,17 @@ def joined_unfrozen(rank: int, world: int) -> list[float]:
         for _ in range(2):
             ddp.zero_grad()
             ddp(torch.ones(1, 2)).sum().backward()
-    ddp.hold_plan(True)
+    WorldSwitch(ddp).hold_plan(True)
     group = dist.group.WORLD
     assert group is not None
     if rank == 1:
         dist.destroy_process_group(alone)  # as the group of a rank that was alone ends when it is to join
-    ddp.enter_world(ddp.prepare_world(group, new=rank == 1))
-    position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
+    WorldSwitch(ddp).enter(WorldSwitch(ddp).prepare(group, new=rank == 1))
+    position = broadcast([*map(int, WorldSwitch(ddp).position)], group, torch.device("cpu"))
     if rank == 1:
-        ddp.position = position
-    assert ddp._reducer.planner.held
-    ddp.hold_plan(False)
+        WorldSwitch(ddp).position = position
+    assert ddp._reducer.parts.planner.held
+    WorldSwitch(ddp).hold_plan(False)
     ddp.zero_grad()
     ddp(torch.full((1, 2), float(rank))).sum().backward()
     return [0.0 if p.grad is None else float(p.grad.sum()) for p in net.parameters()]
@@ -305,12 +305,12 @@ def frozen_meanwhile(rank: int, world: int, backwards: int) -> str:
     ddp(torch.ones(1, 2)).sum().backward()
     group = dist.group.WORLD
     assert group is not None
-    following = ddp.prepare_world(group)
+    following = WorldSwitch(ddp).prepare(group)
     net[0].weight.requires_grad_(False)
     for _ in range(backwards):
         ddp(torch.ones(1, 2)).sum().backward()
     try:
-        ddp.enter_world(following)
+        WorldSwitch(ddp).enter(following)
     except ReductionFailed as error:
         return str(error)
     return ""
@@ -333,7 +333,7 @@ def frozen_between(rank: int, world: int) -> str:
     group = dist.group.WORLD
     assert group is not None
     try:
-        ddp.prepare_world(group)
+        WorldSwitch(ddp).prepare(group)
     except ReductionFailed as error:
         return str(error)
     return ""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState
+from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import ModelMismatch
 from elastirun.train.live import state_slices
 from elastirun.train.live.state_slices import Receiver, Sender, belonging, cut
@@ -77,7 +78,7 @@ def transfers(rank: int, world: int, optimizer: str, most: int = 64, pieces: int
         for batch in islice(state["data"], 3 if rank == 0 else 1):  # each by itself; rank 1 rehearses
             make_step(state, model, batch)
     model.set_samples(1 - rank)
-    model.hold_plan(True)
+    WorldSwitch(model).hold_plan(True)
     work = Sender(state, [1], group, [0.5], 0.0, pieces) if rank == 0 else Receiver(state, 0, group)
     steps = 0
     for batch in state["data"]:

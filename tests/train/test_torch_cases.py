@@ -239,7 +239,7 @@ def goes_away(rank: int, world: int) -> bool:
     ddp = DDP(module)
     learn(ddp, rank)
     out = ddp(batch(0, rank))
-    parts = [weakref.ref(part) for part in (ddp, ddp._reducer, ddp._transport)]
+    parts = [weakref.ref(part) for part in (ddp, ddp._reducer, ddp._reducer.world.transport)]
     gc.disable()
     del ddp
     gone = all(part() is None for part in parts)
@@ -253,7 +253,7 @@ def lets_go_at_exit(rank: int, world: int) -> bool:
     """A module that lives until the interpreter's end holds the process group no longer than that."""
     ddp = DDP(make())
     learn(ddp, rank)
-    parts = [weakref.ref(part) for part in (ddp._reducer, ddp._transport)]
+    parts = [weakref.ref(part) for part in (ddp._reducer, ddp._reducer.world.transport)]
     gc.disable()
     atexit._run_exitfuncs()
     gone = all(part() is None for part in parts)

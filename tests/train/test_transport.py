@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
-from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.base import Storage, part_of
 from elastirun.train.reduction.transports.choose import choose
 from elastirun.train.reduction.transports.group import GroupTransport
 from elastirun.train.reduction.transports.shared_memory import SharedArena, SharedMemory
@@ -141,6 +141,80 @@ def rounds(rank: int, ranks: int, hosts: str, count: int, seed: int) -> list[tup
 @pytest.mark.parametrize("hosts", ["aa", "aaa", "aabb", "aab", "abab"])
 def test_many_rounds_with_ranks_that_dawdle(hosts: str) -> None:
     assert run(len(hosts), rounds, hosts, 300 if set(hosts) == {"a"} else 100, len(hosts)) == [[]] * len(hosts)
+
+
+# Parts
+
+
+def parts_of_every_size_and_dtype(rank: int, ranks: int, hosts: str | None) -> list[tuple[str, Storage]]:
+    """Return the storages of which a scattered sum, or what was gathered, is wrong; negative zeros and NaN are gathered, too."""
+    transport = SharedMemory(world(), host=hosts[rank]) if hosts else GroupTransport(world())
+    plan = [Storage(size, dtype, CPU) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64) for size in SIZES]
+    arena, wrong = transport.allocate(plan), []
+    for turn in range(2):  # the second one begins with what the first has left
+        terms = [[numbers(r, storage.numel, storage.dtype, turn) for r in range(ranks)] for storage in plan]
+        for buffer, mine in zip(arena.buffers, terms, strict=True):
+            buffer.copy_(mine[rank])
+        for work in [arena.reduce_scatter(index) for index in range(len(plan))]:
+            work.wait()
+        for index, storage in enumerate(plan):
+            mine, total = arena.part(index), part_of(in_order(terms[index]), rank, ranks)
+            exactly = hosts is not None and len(set(hosts)) == 1  # elsewhere the order is the backend's
+            close = same(mine, total) if exactly else torch.allclose(mine.double(), total.double(), rtol=0.02, atol=0.2)
+            wrong += [] if mine.shape == total.shape and close else [("sum", storage)]
+            mine.copy_(part_of(odd(terms[index][rank]), rank, ranks))
+        for work in [arena.all_gather(index) for index in range(len(plan))]:
+            work.wait()
+        for buffer, storage, theirs in zip(arena.buffers, plan, terms, strict=True):
+            expected = torch.cat([part_of(odd(theirs[r]), r, ranks) for r in range(ranks)])
+            wrong += [] if same(buffer, expected) else [("parts", storage)]
+    transport.close()
+    return wrong
+
+
+def odd(values: Tensor) -> Tensor:
+    """Return ``values`` with some of the bit patterns that a sum does not keep."""
+    values = values.clone()
+    if values.dtype.is_floating_point:
+        values[::3], values[1::7] = -0.0, float("nan")
+    return values
+
+
+@pytest.mark.parametrize("hosts", [None, "aa", "aaa", "aab", "abab"])
+def test_parts_of_a_sum_and_what_is_gathered_are_right_for_every_size_and_dtype(hosts: str | None) -> None:
+    ranks = len(hosts or "aa")
+    assert run(ranks, parts_of_every_size_and_dtype, hosts) == [[]] * ranks
+
+
+def test_three_ranks_of_a_group_scatter_and_gather_too() -> None:
+    assert run(3, parts_of_every_size_and_dtype, None) == [[]] * 3
+
+
+def test_parts_are_equal_but_for_the_last_ones_and_make_up_the_whole() -> None:
+    for size, ranks in [(1, 3), (64, 2), (65, 2), (1000, 3), (0, 2), (200, 7)]:
+        parts = [part_of(torch.arange(size), rank, ranks) for rank in range(ranks)]
+        assert torch.equal(torch.cat(parts), torch.arange(size))
+        assert sorted(map(len, parts), reverse=True) == list(map(len, parts)) and len(parts[0]) % 64 == 0 or size < 64
+
+
+def parts_and_sums(rank: int, ranks: int) -> list[bool]:
+    """Return whether a sum in two collectives has the bits of one, whatever else is under way in other buckets."""
+    transport = SharedMemory(world())
+    arena, found = transport.allocate(storages(70_000, 70_000)), []
+    for turn in range(20):
+        for buffer in arena.buffers:
+            buffer.copy_(numbers(rank, 70_000, seed=turn))
+        whole, scattered = arena.all_reduce(0), arena.reduce_scatter(1)
+        scattered.wait()
+        arena.all_gather(1).wait()
+        whole.wait()
+        found.append(same(*arena.buffers))
+    transport.close()
+    return found
+
+
+def test_a_scattered_sum_that_is_gathered_has_the_bits_of_the_whole() -> None:
+    assert run(3, parts_and_sums) == [[True] * 20] * 3
 
 
 # Several hosts
@@ -284,7 +358,7 @@ WITHOUT_NUMPY = """
 import os, sys
 sys.modules["numpy"] = None
 import torch, torch.distributed as dist
-from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.base import Storage, part_of
 from elastirun.train.reduction.transports.choose import choose
 rank = 1 if os.fork() else 0
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"

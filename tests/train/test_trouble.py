@@ -173,8 +173,8 @@ def interrupted_after(rank: int, world: int, transport: str) -> list[Any]:
     ddp, told = DDP(make(), transport=transport, check_replicas_every=2), []
     compare = ddp._reducer.conclusion.check_replicas
 
-    def interrupt() -> None:
-        compare()
+    def interrupt(*world: Any) -> None:
+        compare(*world)
         raise KeyboardInterrupt
 
     for step in range(3):

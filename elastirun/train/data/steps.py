@@ -37,10 +37,11 @@ def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> No
 
     Where several ranks share a replica (tensor parallelism, pipelines) that group is smaller than the world.
     """
-    if (rank, world_size) != (theirs := (ddp._reducer.rank, ddp._reducer.world)):
+    world = ddp._reducer.world
+    if (rank, world_size) != (world.rank, world.size):
         raise WrongUse(
-            f"the data are those of rank {rank} of {world_size}, the module is rank {theirs[0]} of "
-            f"{theirs[1]}, so ranks that share a replica would get different samples: give the data the ranks of "
+            f"the data are those of rank {rank} of {world_size}, the module is rank {world.rank} of "
+            f"{world.size}, so ranks that share a replica would get different samples: give the data the ranks of "
             "the module (rank=, world_size=; ElasticShards: process_group=)"
         )
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
-
-from elastirun.train import autograd_engine
-
-if TYPE_CHECKING:
-    from elastirun.train.ddp.module import DistributedDataParallel
+from collections.abc import Callable
 
 # Attributes that belong to one process and one group, so that a copy does not have them.
 TIED = (
     "process_group",
     "device_mesh",
     "_made",
-    "_transport",
     "_first_backward",
     "_named",
-    "_group",
     "_end_own_group",
     "_hook",
     "_optimizer",
@@ -27,16 +20,14 @@ TIED = (
 
 
 class FirstBackward:
-    """Listens for the first backward of a copy, in which the copy gets its reducer."""
+    """Listens for the first backward of a copy: ``begin`` gives the copy its reducer, and lets that begin the backward."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
+    def __init__(self, begin: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._begin = begin
 
     def backward_starts(self) -> None:
-        """Give the copy its reducer, and let that begin the backward."""
-        ddp = self._ddp()
-        if ddp is not None and ddp._without_reducer and autograd_engine.accumulates():
-            ddp._reducer.backward_starts()
+        if (begin := self._begin()) is not None:
+            begin()
 
     def gradient_ready(self, index: int) -> None:
         """Do nothing: no parameter has a hook yet."""

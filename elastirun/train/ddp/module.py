@@ -20,28 +20,22 @@ from elastirun.train import autograd_engine
 from elastirun.train.ddp.at_exit import release_at_exit
 from elastirun.train.ddp.deepcopy_support import TIED, FirstBackward
 from elastirun.train.ddp.nested_tensors import find_tensors, to_device
-from elastirun.train.ddp.next_world import NextWorld
 from elastirun.train.ddp.optimizer import BucketSteps, applied, step_each, take_over
 from elastirun.train.ddp.replica_description import check_reducible, describe, sparse_names
 from elastirun.train.ddp.state_dicts import take_both_forms
 from elastirun.train.ddp.torch_names import TorchNames, torchs
-from elastirun.train.ddp.uneven_batches import take_batches
-from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
-from elastirun.train.groups.collectives import broadcast, copy_from_first, digest, gather, verify_same
+from elastirun.train.errors import TrainError, WrongUse
+from elastirun.train.groups.collectives import copy_from_first, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
-from elastirun.train.reduction.active_backwards import settle
 from elastirun.train.reduction.comm_hooks import Hook
-from elastirun.train.reduction.conclusion import Options
 from elastirun.train.reduction.control_words import REQUESTS, Agreement
-from elastirun.train.reduction.reducer import CarriedOver, Reducer
+from elastirun.train.reduction.reducer import CarriedOver, Reducer, settle
+from elastirun.train.reduction.reduction import Options
 from elastirun.train.reduction.running_stats import find_statistics
-from elastirun.train.reduction.step_times import step_report
 from elastirun.train.reduction.transports.base import Transport, reduction_errors
 from elastirun.train.reduction.transports.choose import choose
 
 T = TypeVar("T")
-
-OTHERS_TRAINED = "other parameters are trained than when the next world was prepared"
 
 
 class DistributedDataParallel(TorchNames):
@@ -146,7 +140,7 @@ class DistributedDataParallel(TorchNames):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._join(group_of(process_group, device_mesh), init_sync)
-        release_at_exit(self)
+        release_at_exit(self, _release)
 
     # -- the world --------------------------------------------------------------------------------------------------
 
@@ -157,19 +151,18 @@ class DistributedDataParallel(TorchNames):
         """
         self.process_group = find_group(group)
         self._list_parameters()
-        copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
+        copied = self._list_copied()
         needs = [param.requires_grad for _, param in self._named]
         devices = [param.device for _, param in self._named if param.requires_grad]
         if not devices:
             raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
         with reduction_errors("comparing and copying the replicas"):
             verify_same(self._describe(copied, init_sync, trained=True), "parameters, buffers and options", self.process_group, devices[0])
-            self._group = make_own_group(self.process_group, devices[0])
-            self._keep_own_group(devices[0])
+            group = make_own_group(self.process_group, devices[0])
+            self._keep_own_group(group, devices[0])
             if init_sync:
-                copy_from_first([tensor.detach() for _, tensor in copied], self._group)
-        self._transport = self._choose_transport(self._group, devices[0])
-        self._make_reducer(needs)
+                copy_from_first([tensor.detach() for _, tensor in copied], group)
+        self._make_reducer(needs, group, self._choose_transport(group, devices[0]))
         with reduction_errors("agreeing on the plan"):
             self._reducer.begin_where_others_are(left)
         self._reducer.install()
@@ -183,12 +176,12 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"shared memory is for parameters on one device, not on {', '.join(sorted(map(str, {device, *others})))}")
         return choose(group, device, "group" if others and self._transport_wanted == "auto" else self._transport_wanted)
 
-    def _keep_own_group(self, device: torch.device) -> None:
-        """Keep the group of this module until it is left. On the CPU it ends with the module, too."""
+    def _keep_own_group(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Keep ``group``, of this module alone, until it is left. On the CPU it ends with the module, too."""
         assert self.process_group is not None
-        self._end_own_group: Callable[[], object] = partial(end_own_group, self._group, self.process_group)
+        self._end_own_group: Callable[[], object] = partial(end_own_group, group, self.process_group)
         if device.type == "cpu":  # on a GPU the last reduction may still be under way when the module is gone
-            self._end_own_group = weakref.finalize(self, end_own_group, self._group, self.process_group)  # keeps no group once called
+            self._end_own_group = weakref.finalize(self, end_own_group, group, self.process_group)  # keeps no group once called
             self._end_own_group.atexit = False  # see ``at_exit``
 
     def _describe(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool, trained: bool) -> list[str]:
@@ -208,15 +201,20 @@ class DistributedDataParallel(TorchNames):
         assert self.process_group is not None
         check_reducible(self._named, self.process_group)
 
+    def _list_copied(self) -> list[tuple[str, Tensor]]:
+        """Return the names and tensors that are compared and copied at construction."""
+        return [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
+
     def _list_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the names and buffers that are not to be ignored."""
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    def _make_reducer(self, needs: Sequence[bool]) -> None:
+    def _make_reducer(self, needs: Sequence[bool], group: dist.ProcessGroup, transport: Transport) -> None:
         """Make the reducer of the parameters that ``needs`` says are trained, with the user's hook and optimizer."""
+        assert self.process_group is not None
         sparse = sparse_names(self.module)
         statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
-        self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics)
+        self._reducer = Reducer(self._named, needs, sparse, self.process_group, group, transport, self._options, statistics)
         if self._drops_failed_steps:
             self._reducer.drop_failed_steps()
         self._applied = (-1, -1)  # the parameters have not been searched for optimizers yet
@@ -233,136 +231,41 @@ class DistributedDataParallel(TorchNames):
         settings (``accumulate``, ``set_samples``, requests) stay, and steps are counted from the highest number of any rank. A plan of the
         buckets that was made from measured times stays, too; new ranks take it over.
         """
-        self.leave_group()
+        self._leave_group()
         left = self._reducer
         assert isinstance(left, CarriedOver)
         self._join(process_group, init_sync, left)
         self._reducer.keep_requests(left)
 
-    def prepare_world(self, process_group: dist.ProcessGroup, new: bool = False) -> NextWorld:
-        """Make what this module needs in another world, beside what it has. Every rank of ``process_group`` calls it, in any thread.
-
-        The plan must not change until ``enter_world``: see ``hold_plan``. ``new``: train from now on the parameters that rank 0 trains.
-        """
-        device = self._reducer.planner.device
-        copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
-        with reduction_errors("preparing the next world"):
-            described = self._describe(copied, init_sync=False, trained=False)
-            verify_same(described, "parameters, buffers and options", process_group, device)
-            needs = broadcast(list(map(int, self._reducer.trained.needs)), process_group, device)
-            if new:
-                self._train(needs, process_group)
-            reducer = self._reducer  # the one of this moment: a forward makes another one where other parameters are trained
-            digests = gather([digest(str([*map(int, reducer.trained.needs)]))], process_group, device)
-            if any(theirs != digests[0] for theirs in digests):
-                raise ReductionFailed(OTHERS_TRAINED)
-            group = make_own_group(process_group, device)
-            transport = self._choose_transport(group, device)
-            return NextWorld(process_group, group, transport, reducer.prepare_world(transport, group))
-
-    def _train(self, needs: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Train the parameters that ``needs`` says, and freeze all others. ``group``: in place of this rank's, which may have ended."""
-        for (_, param), needed in zip(self._named, needs, strict=True):
-            param.requires_grad_(bool(needed))
-        self._reducer.find_frozen()
-        if self._reducer.trained.differs:
-            self._group = group
-            self._adapt()
-
-    def enter_world(self, world: NextWorld) -> tuple[Any, ...]:
-        """Go on in another world. Every rank calls it between the same two steps. Return what is not needed any more.
-
-        Whoever holds that may drop it in a thread, which takes a while. The groups of the old world are the caller's to end.
-        Raises ReductionFailed if other parameters are trained than when the world was prepared.
-        """
-        settle()
-        if self._reducer.trained.differs or not world.buckets.are_for(self._reducer.params):
-            raise ReductionFailed(OTHERS_TRAINED)
-        old = self._transport, self._group, self._reducer.bucket_set
-        self._transport.close()
-        if isinstance(self._end_own_group, weakref.finalize):
-            self._end_own_group.detach()
-        self.process_group, self._group, self._transport = world.process_group, world.group, world.transport
-        self._keep_own_group(self._reducer.planner.device)
-        self._reducer.enter_world(self._group, self._transport, world.buckets)
-        self.require_forward_param_sync = True  # of buffers, in the next forward, on every rank: a new one has made no forward yet
-        return old
-
-    @property
-    def plans(self) -> bool:
-        """Return whether the plan of the buckets will change in the next steps, as it is made from measured times. On every rank alike."""
-        return self._reducer.planner.learning or self._reducer.bucket_set.outdated
-
-    def hold_plan(self, hold: bool) -> None:
-        """Keep the plan of the buckets, and compare no replicas, until the next call. Every rank calls it at the same point."""
-        self._reducer.planner.held = hold
-
-    @property
-    def position(self) -> list[float]:
-        """Numbers that a new rank must know to reduce with the others from the next step on."""
-        return self._reducer.position
-
-    @position.setter
-    def position(self, position: Sequence[float]) -> None:
-        self._reducer.position = position
-
-    def leave_group(self) -> None:
-        """Let go of the process groups, which takes 10 to 20 ms for each, before ``set_group``: nothing else may come between the two."""
+    def _leave_group(self) -> None:
+        """Let go of the process groups, if that is not done yet."""
         if isinstance(self._reducer, CarriedOver):
             return
         _adopt(self)  # rank 0 may be another one later
         settle()
         self._reducer.close()
-        self._transport.close()
+        self._reducer.world.transport.close()
         self._end_own_group()
         self._end_own_group = _nothing  # the other one keeps the groups
         for _, param in self._named:
             param.grad = None
         self._reducer = self._reducer.leave()  # type: ignore[assignment]
-        self._transport = self._group = self.process_group = None  # type: ignore[assignment]
-
-    def drop_failed_steps(self) -> None:
-        """Let a step whose reduction fails, or whose forward loses a peer, go on to its end without gradients, not with an exception.
-
-        ``failed`` is true then, and all backwards end without gradients until ``set_group``.
-        """
-        self._drops_failed_steps = True
-        self._reducer.drop_failed_steps()
+        self.process_group = None  # type: ignore[assignment]
 
     @property
     def failed(self) -> bool:
         """Return whether a reduction has failed since the last ``set_group``."""
         return self._reducer.broken
 
-    @property
-    def completed(self) -> int:
-        """Return the number of reductions since the last ``set_group`` whose gradients could be used."""
-        return self._reducer.completed
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Return whether an optimizer steps in the backward."""
-        return self._reducer.steps_in_backward
-
-    @property
-    def hook_with_state(self) -> bool:
-        """Return whether there is a communication hook that keeps something from one reduction to the next."""
-        return self._hook[1] is not None
-
-    def interrupt(self, why: str) -> None:
-        """Let waits for ranks of this host end with a PeerLost. May be called in any thread."""
-        if (transport := self.__dict__.get("_transport")) is not None:
-            transport.interrupt(why)
-
-    def _adapt(self) -> None:
+    def _adapt(self, group: dist.ProcessGroup | None = None) -> None:
         """Make the reducer anew, because other parameters are frozen now, on every rank alike.
 
         There is no collective here, because the forward that calls this may be an evaluation on one rank. The next reduction makes the
-        memory.
+        memory. ``group``: in place of this rank's.
         """
         old = self._reducer
         old.close()
-        self._make_reducer(old.trained.now)
+        self._make_reducer(old.parts.trained.now, group or old.world.group, old.world.transport)
         self._reducer.continue_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -373,7 +276,7 @@ class DistributedDataParallel(TorchNames):
             inputs, kwargs = _uncompiled(type(self)._pre_forward)(self, *inputs, **kwargs)
             output = _uncompiled(type(self)._post_forward)(self, self.module(*inputs, **kwargs))
             if self._trained and not self._without_reducer:
-                self._reducer.times.add_forward(time.perf_counter() - begun)
+                self._reducer.times.forward += time.perf_counter() - begun
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -406,7 +309,7 @@ class DistributedDataParallel(TorchNames):
             self._follow_default_group()
             return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
-        if self._reducer.trained.changed:
+        if self._reducer.parts.trained.changed:
             self._adapt()
         seldom = self._reducer.step < 3 or self._reducer.step % 100 == 0  # to check all parameters takes time
         if seldom or self._applied != applied():
@@ -498,10 +401,6 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards}")
         self._reducer.local_report.weigh(float(samples), float(backwards))
 
-    def count_samples(self, counts: bool) -> None:
-        """Let this rank's samples count from now on, or not, whatever ``set_samples`` says: not while it has a part of the state only."""
-        self._reducer.local_report.counts = counts
-
     def skip(self) -> None:
         """Take part in a reduction without data; the gradients are the mean over the other ranks."""
         self._prepare()
@@ -517,26 +416,45 @@ class DistributedDataParallel(TorchNames):
         Each batch that is not None needs one reducing backward (a batch without one is reported as no data). Where None comes, the
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
-        return take_batches(self, data, samples)
+        if hasattr(data, "steps"):
+            raise WrongUse(f"batches() reads one batch ahead, which {type(data).__name__} would count as consumed: use its steps(ddp)")
+        end, source = object(), iter(data)
+        self._reducer.local_report.read_first()
+        batch: Any = next(source, end)
+        try:
+            while True:
+                following = end if batch is end else next(source, end)
+                weight = 1.0 if samples is None or batch is end else float(samples(batch))
+                self._reducer.local_report.announce_batch(weight, more=following is not end)
+                step = self._reducer.step
+                if batch is not end:
+                    yield batch
+                if self._reducer.step == step and (batch is end or self._reducer.schedule.always_reduces):
+                    self.skip()
+                    if self.agreement.with_data == 0:
+                        return
+                    if batch is end:
+                        yield None
+                if not self.agreement.more:
+                    return
+                batch = following
+        finally:
+            self._reducer.local_report.announce_batch(1.0, more=False)
 
     # -- what all ranks agree on --------------------------------------------------------------------------------------
 
     @property
     def agreement(self) -> Agreement:
         """Return what all ranks know since the last reduction. Raises TrainError before the first reduction."""
-        if (pending := self._reducer.conclusion.pending) is None:
+        if (last := self._reducer.last) is None:
             raise TrainError("there has been no reduction yet")
-        return pending.agreement
+        return last.words.agreement
 
     def request(self, name: str) -> None:
         """Request "checkpoint" or "drain": after the next reduction, ``name in ddp.agreement.requests`` on every rank, for one step."""
         if name not in REQUESTS:
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
         self._reducer.local_report.request(name)
-
-    def withdraw(self, name: str) -> None:
-        """Take a request of this rank back that no reduction has carried yet."""
-        self._reducer.local_report.requests.discard(name)
 
     @property
     def drained(self) -> int | None:
@@ -551,7 +469,7 @@ class DistributedDataParallel(TorchNames):
         its number; ``link``, its ``latency`` and ``bytes_per_second``, None while not measured; ``seconds_by_rank`` of computing;
         ``stragglers``, the ranks that took more than 1.2 times the median, and how many times.
         """
-        return step_report(self._reducer)
+        return self._reducer.report()
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set the mode, as in any module.
@@ -573,7 +491,7 @@ class DistributedDataParallel(TorchNames):
         settle()
         buffers = [buffer.detach() for _, buffer in self._list_buffers()]
         with autograd_engine.versions_kept(buffers):
-            copy_from_first(buffers, self._group)
+            copy_from_first(buffers, self._reducer.world.group)
         self._reducer.running_stats.forget()
 
     def check_replicas(self, gradually: bool = False) -> None:
@@ -627,9 +545,14 @@ class DistributedDataParallel(TorchNames):
         self.process_group = find_group(None)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self._hook, self._optimizer = (None, None), None
-        self._first_backward = FirstBackward(self)
+        self._first_backward = FirstBackward(weakref.WeakMethod(self._begin_first))
         self._list_parameters()
-        release_at_exit(self)
+        release_at_exit(self, _release)
+
+    def _begin_first(self) -> None:
+        """Make the reducer of this copy, unless it has one, and let it begin the backward under way."""
+        if self._without_reducer and autograd_engine.accumulates():
+            self._reducer.backward_starts()
 
     def _follow_default_group(self) -> None:
         """Belong to the default group of now: the one that this copy was made in may have ended, as in a live job."""
@@ -652,13 +575,14 @@ class DistributedDataParallel(TorchNames):
     def _reducer(self, reducer: Reducer) -> None:
         self.__dict__["_made"] = reducer
 
-    def _release(self) -> None:
-        """Let the reducer and the process groups go, at the end of the process."""
-        if not self._without_reducer:
-            self._reducer.close()
-            self._end_own_group()
-            del self.__dict__["_made"], self._transport, self._group, self._end_own_group
-        del self.process_group
+
+def _release(ddp: DistributedDataParallel) -> None:
+    """Let the reducer and the process groups go, at the end of the process."""
+    if not ddp._without_reducer:
+        ddp._reducer.close()
+        ddp._end_own_group()
+        del ddp.__dict__["_made"], ddp._end_own_group
+    del ddp.process_group
 
 
 def refuse_capture(param: Tensor) -> None:

@@ -24,14 +24,13 @@ from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import copy_from
 from elastirun.train.reduction.buckets.plan import CAP, FIRST_CAP, MIB
 from elastirun.train.reduction.running_stats import find_statistics
-from elastirun.train.reduction.step_times import step_report
 from elastirun.train.reduction.transports.base import reduction_errors
 
 if TYPE_CHECKING:
     from torch.nn.parallel.distributed import DistributedDataParallel as Original
 
-    from elastirun.train.reduction.conclusion import Options
     from elastirun.train.reduction.reducer import Reducer
+    from elastirun.train.reduction.reduction import Options
 else:  # torch's own class, even where a script has put ours in its place
     Original = next(c for c in nn.parallel.DistributedDataParallel.__mro__ if c.__module__ == "torch.nn.parallel.distributed")
 
@@ -116,7 +115,7 @@ class TorchNames(Original):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
-        return self._reducer.planner.epoch > 0
+        return self._reducer.parts.planner.epoch > 0
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -169,8 +168,8 @@ class TorchNames(Original):
 
     def _distributed_broadcast_coalesced(self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
         if tensors:
-            group = self.__dict__.get("_group", self.process_group)  # a copy has none of its own before its first backward
-            copy_from(authoritative_rank, tensors, group)
+            made = "_made" in self.__dict__  # a copy has no group of its own before its first backward
+            copy_from(authoritative_rank, tensors, self._reducer.world.group if made else self.process_group)
 
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], *location: Any, **more: Any) -> None:
         super()._register_buffer_comm_hook(state, hook, *location, **more)
@@ -216,15 +215,15 @@ class TorchNames(Original):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return those of torch's figures that have a meaning here; see ``stats()``. ``can_set_static_graph`` is 0: no gain."""
-        stats, reducer = step_report(self._reducer), self._reducer
+        stats, reducer = self._reducer.report(), self._reducer
         return {
             "module_name": type(self.module).__name__,
             "backend_name": dist.get_backend(self.process_group),
             "bucket_sizes": ", ".join(str(bucket["bytes"]) for bucket in stats["buckets"]),
             "device_ids": ", ".join(map(str, self.device_ids or ())),
             "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in reducer.params})),
-            "world_size": reducer.world,
-            "rank": reducer.rank,
+            "world_size": reducer.world.size,
+            "rank": reducer.world.rank,
             "iteration": stats["steps"],
             "total_parameter_size_bytes": sum(param.nbytes for param in reducer.params),
             "num_parameter_tensors": len(reducer.params),

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from elastirun.train.ddp.module import DistributedDataParallel
-from elastirun.train.ddp.next_world import NextWorld
+from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import ModelMismatch
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import connects_within, end_beside, end_retired, make_default_group, replace_groups
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.state_slices import Receiver, Sender
 from elastirun.train.reduction.control_words import SWITCH, WHOLE
+from elastirun.train.reduction.world import World as NextWorld
 from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_worlds import World
 
@@ -53,6 +54,7 @@ class WorldChange:
         world: World | None = None,
     ) -> None:
         self._live, self._model, self._state, self._backend, self._timeout = live, model, state, backend, timeout
+        self._model_switch = WorldSwitch(model)
         self._next: tuple[World, NextWorld] | None = None
         self._error: BaseException | None = None
         self._work: Sender | Receiver | None = None
@@ -60,7 +62,7 @@ class WorldChange:
         self.world: World | None = None  # that this rank has switched to
         self._thread: threading.Thread | None = None
         self._stepped, self._seconds = time.monotonic(), 0.0  # when the last step was made, and how long it took
-        model.hold_plan(True)
+        self._model_switch.hold_plan(True)
         if world is None:
             live_sockets.begin()
             self._thread = threading.Thread(target=self._prepare, name="elastirun next world", daemon=True)
@@ -69,11 +71,11 @@ class WorldChange:
         default = self._default_group(world)
         end_beside(replace_groups(default))
         with connecting(world):
-            self._next = world, model.prepare_world(default, new=True)
+            self._next = world, self._model_switch.prepare(default, new=True)
         live.wait_until_switched(world)
         self._switch()
         self._work = receiver = Receiver(state, 0, default)
-        self.sharing, model.position = int(receiver.more[0]), receiver.more[1:]
+        self.sharing, self._model_switch.position = int(receiver.more[0]), receiver.more[1:]
         receiver.go_on()
         self._say_if_done()
 
@@ -99,7 +101,7 @@ class WorldChange:
         if WHOLE in unanimous:
             if isinstance(self._work, Sender):
                 self._work.finish()
-            self._model.hold_plan(False)
+            self._model_switch.hold_plan(False)
             return True
         if self._work is not None and not self._work.done:
             self._work.go_on()
@@ -141,7 +143,7 @@ class WorldChange:
             world = self._live.find_next()
             default = self._default_group(world)
             with connecting(world), _stream(device) as stream:
-                self._next = world, self._model.prepare_world(default)
+                self._next = world, self._model_switch.prepare(default)
                 if stream is not None:
                     stream.synchronize()
             self._model.request(SWITCH)  # perhaps in the step under way
@@ -152,14 +154,14 @@ class WorldChange:
         """Go on in the new groups. ``left``: steps in which new ranks get the state."""
         assert self._next is not None
         (self.world, following), self._next = self._next, None
-        old = self._model.enter_world(following)
+        old = self._model_switch.enter(following)
         _drop(old, replace_groups(following.process_group, following.group))
         live_sockets.end()
-        self._model.withdraw(SWITCH)
+        self._model_switch.withdraw(SWITCH)
         new = [rank for rank, worker in enumerate(self.world.ranks) if not self._live.trains(worker)]
         if self._thread is not None and self._live.rank == 0:
             self._live.say_switched(self.world)
-            more = [self._live.size, *self._model.position]
+            more = [self._live.size, *self._model_switch.position]
             self._work = sender = Sender(self._state, new, following.process_group, more, self._seconds, left)
             sender.go_on()
 

@@ -59,16 +59,13 @@ TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
 class Backward:
     """One backward of the module, from its first node in the graph to the end of its reduction.
 
-    ``reduces``: whether its gradients are reduced, decided when it starts. ``left``: by parameter, how often the parameter is still
-    expected to fire. ``seen`` collects the parameters that fire. ``samples``: the weight of this rank's gradients; 0 without data.
+    ``reduces``: whether its gradients are reduced, decided when it starts.
     """
 
-    def __init__(self, reduces: bool, samples: float, left: list[int], seen: set[int]) -> None:
+    def __init__(self, reduces: bool) -> None:
         self.phase = STARTED
         self.task = autograd_engine.task()
-        self.reduces, self.samples, self.left, self.seen = reduces, samples, left, seen
-        self.zero_samples = 0.0  # samples of this rank that count as gradients of zero (``skip``)
-        self.launched = 0  # buckets
+        self.reduces = reduces
         self._versions: list[int | None] = []  # of the parameters' gradients when the backward started
         self._history: list[str] = []
 

@@ -4,7 +4,7 @@
                       ``_graph_done`` when the backward is over
     gradient_ready    the gradient of a watched parameter is accumulated. When every watched parameter of a portion has fired as often
                       as expected, the portion's gradients are copied into the bucket, and ``grad`` becomes None
-    _launch           all portions of a bucket are copied. Buckets are launched in the order of the plan. What has come since the copy is
+    launch_full       all portions of a bucket are copied. Buckets are launched in the order of the plan. What has come since the copy is
                       added; what has not come is zero
     _finalize         the engine is done: launch the remaining buckets, wait for all, and set every ``grad`` to its view of a bucket
 
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,28 +29,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
 from elastirun.progress import progress
 from elastirun.train import autograd_engine
 from elastirun.train.errors import OutsideForward, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import gather
-from elastirun.train.groups.waits import confirm
-from elastirun.train.reduction import active_backwards
-from elastirun.train.reduction.arrival import Arrival
-from elastirun.train.reduction.backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Schedule, Trigger
+from elastirun.train.reduction.backward import BROKEN, DONE, DRAINING, EMPTY, STARTED, Schedule, Trigger
 from elastirun.train.reduction.buckets.bucket_set import BucketSet
-from elastirun.train.reduction.buckets.memory import Bucket, Portion
 from elastirun.train.reduction.buckets.planner import MeasuredPlan, Planner
 from elastirun.train.reduction.comm_hooks import Hook
-from elastirun.train.reduction.conclusion import Conclusion, Options
-from elastirun.train.reduction.control_words import FAILED, NOT_FINITE, LocalReport
+from elastirun.train.reduction.conclusion import Conclusion
+from elastirun.train.reduction.control_words import FAILED, LocalReport
 from elastirun.train.reduction.grad_hooks import GradHooks, Unannounced
+from elastirun.train.reduction.reduction import Options, ReducerParts, Reduction, StepResult
 from elastirun.train.reduction.running_stats import LayerBuffer, RunningStatistics
-from elastirun.train.reduction.step_times import StepTimes
+from elastirun.train.reduction.step_times import StepTimes, step_report
 from elastirun.train.reduction.trainable_params import Trained
 from elastirun.train.reduction.transports.base import AGAIN, Transport, reduction_errors
 from elastirun.train.reduction.user_hooks import Extensions, OptimizerStep
+from elastirun.train.reduction.world import World
 from elastirun.train.sharded import placed_as
 
 _numbers = itertools.count()
@@ -77,32 +75,32 @@ class Reducer:
         named: Sequence[tuple[str, nn.Parameter]],
         needs: Sequence[bool],
         sparse: Collection[str],
+        process_group: dist.ProcessGroup,
         group: dist.ProcessGroup,
         transport: Transport,
         options: Options,
         statistics: Sequence[LayerBuffer],
     ) -> None:
         self.number = next(_numbers)  # modules are made in the same order on every rank, and wait for their reductions in this order
-        self.trained = Trained(named, needs)
-        self.params = self.trained.params
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        trained = Trained(named, needs)
+        self.params = trained.params
+        planner = Planner(self.params, [at for at, name in enumerate(trained.names) if name in sparse], options.bucket_cap_mb)
+        hooks = GradHooks(self.params, planner.sparse, options.mean_over_users)
+        self.parts = ReducerParts(trained, planner, hooks, Extensions(planner.device), options)
+        self.running_stats = RunningStatistics(statistics)
+        self.world = self._make_world(process_group, group, transport, in_use=True)
         self.step = 0  # reductions so far
         self.schedule = Schedule()
-        self.local_report = LocalReport(trained=self.trained.digest)
-        self.times, self.last_times = StepTimes(), StepTimes()
-        self.running_stats = RunningStatistics(statistics, self.rank == 0)
-        self._sparse = sorted(index for index, name in enumerate(self.trained.names) if name in sparse)
-        self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
-        self.bucket_set = BucketSet(self.params, self.planner, transport, self.running_stats, self.rank, self.world)
-        self.watch, self._unannounced = GradHooks(self.params, self._sparse, options.mean_over_users), Unannounced()
-        self._extensions = Extensions(self.planner.device)
-        self.conclusion = Conclusion(self.trained, self.planner, self.watch, self.bucket_set, self._extensions, options, group)
-        self._group, self._options = group, options
-        self._backward: Backward | None = None  # the one under way
+        self.local_report = LocalReport(trained=trained.digest)
+        self.times = StepTimes()  # since the last reduction
+        self.last: StepResult | None = None  # of the last reduction
+        self.conclusion = Conclusion(self.parts)
+        self._unannounced = Unannounced()
+        self._reduction: Reduction | None = None  # the one under way
         self._broken: ReductionFailed | None = None  # why the module cannot be used until set_group()
         self.completed = 0  # reductions whose gradients could be used
         self.drops_failed_steps = False  # a failed reduction ends its backward without gradients, and raises nothing: see ``elastic``
-        self.expected_samples = float(self.world)  # of all ranks, for which gradients are scaled: those of the last step
+        self.expected_samples = float(self.world.size)  # of all ranks, for which gradients are scaled: those of the last step
         self._install_hooks()
 
     # -- between the backwards --------------------------------------------------------------------------------------
@@ -113,28 +111,23 @@ class Reducer:
         Until then there are no buckets, and the next reduction begins with it: so whoever changes the plan in a forward, which need not
         run on every rank, has only to say that it is outdated.
         """
-        self.bucket_set.install(self._extensions.words_apart)
+        self.world.buckets.install(self.parts.extensions.words_apart)
         self._install_hooks()
 
     def _install_hooks(self) -> None:
         """Put hooks on the parameters that are to be watched from now on."""
-        self.watch.install(self.bucket_set.buckets, self.planner.learning, self)
+        self.parts.hooks.install(self.world.buckets.buckets, self.parts.planner.learning, self)
 
     def set_hook(self, hook: Hook | None, state: Any) -> None:
         """Let ``hook`` reduce the buckets, beginning with the next reduction."""
-        self._extensions.set_hook(hook, state)
-        self.bucket_set.expire()
+        self.parts.extensions.set_hook(hook, state)
+        self.world.buckets.expire()
 
     def set_optimizer(self, step: OptimizerStep) -> None:
         """Call ``step`` with the parameters of each bucket as the bucket arrives."""
-        if self._extensions.optimizer_step is None:
-            self.bucket_set.expire()
-        self._extensions.optimizer_step = step
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether an optimizer is stepped for each bucket."""
-        return self._extensions.optimizer_step is not None
+        if self.parts.extensions.optimizer_step is None:
+            self.world.buckets.expire()
+        self.parts.extensions.optimizer_step = step
 
     def drop_failed_steps(self) -> None:
         """Let a failed reduction end its backward without gradients. Every rank calls it: from then on, gradients are used after the words
@@ -144,13 +137,13 @@ class Reducer:
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
-        self.watch.remove()
+        self.parts.hooks.remove()
 
     def before_forward(self) -> None:
         """Raise what made the module unusable; finish what an exception interrupted."""
         if not dist.is_initialized():
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
-        active_backwards.settle()
+        settle()
         if self._broken is not None and not self.drops_failed_steps:
             raise self._broken
 
@@ -160,8 +153,8 @@ class Reducer:
 
     def find_frozen(self) -> bool:
         """Find the parameters that are trained now, and report them in the next reduction. Return whether there is any."""
-        trains = self.trained.find_now()
-        self.local_report.trained = self.trained.digest
+        trains = self.parts.trained.find_now()
+        self.local_report.trained = self.parts.trained.digest
         return trains
 
     def announce(self, outputs: Sequence[Tensor]) -> None:
@@ -169,8 +162,8 @@ class Reducer:
 
         If no output has a graph (the outputs hide in some object), all backwards begin at parameters, at any of them.
         """
-        if not self.expect(outputs) and not self.watch.begins_anywhere:
-            self.watch.begins_anywhere = True
+        if not self.expect(outputs) and not self.parts.hooks.begins_anywhere:
+            self.parts.hooks.begins_anywhere = True
             self._install_hooks()
 
     def expect(self, outputs: Sequence[Tensor]) -> bool:
@@ -188,7 +181,7 @@ class Reducer:
 
     def refuse_unreduced(self) -> None:
         """Raise OutsideForward if gradients have come without a backward: nothing has reduced them."""
-        if self.world > 1 and self._unannounced.without_backward(self.bucket_set.buckets, self.schedule.sync):
+        if self.world.size > 1 and self._unannounced.without_backward(self.world.buckets.buckets, self.schedule.sync):
             raise OutsideForward(
                 "gradients have come without a backward, as in pipeline schedules that compute those of "
                 "inputs and of weights apart (zero bubble), so they are not reduced: run the step within "
@@ -197,21 +190,23 @@ class Reducer:
 
     def leave(self) -> CarriedOver:
         """Return what the reducer of the next world takes over, and let go of what keeps the process groups."""
-        self._broken = self._backward = None  # the traceback of the failure leads to them
-        return CarriedOver(self.number, self.step, self.schedule, self.local_report, self.planner.measured)
+        self._broken = self._reduction = None  # the traceback of the failure leads to them
+        return CarriedOver(self.number, self.step, self.schedule, self.local_report, self.parts.planner.measured(self.world.transport))
 
     def begin_where_others_are(self, left: CarriedOver | None) -> None:
         """Count steps from the highest number of any rank, and take the plan of the first rank whose planning is furthest.
 
         ``left``: of this rank's reducer in the last world. Every rank calls it before ``install``.
         """
-        plan = left.plan if left is not None and left.plan is not None and self.planner.can_use(left.plan) else None
+        planner, plan = self.parts.planner, None
+        if left is not None and left.plan is not None and planner.can_use(left.plan, self.world.transport):
+            plan = left.plan
         mine = [left.step if left is not None else 0, plan.position[0] if plan is not None else 0]
-        everyone = gather(mine, self._group, self.planner.device)
+        everyone = gather(mine, self.world.group, planner.device)
         self.step = max(step for step, _ in everyone)
         epochs = [epoch for _, epoch in everyone]
         if any(epochs):
-            self.planner.continue_from(plan, epochs.index(max(epochs)))
+            planner.continue_from(plan, self.world.group, epochs.index(max(epochs)))
 
     def keep_requests(self, old: Reducer | CarriedOver) -> None:
         """Do what the user has asked of ``old``, in its place."""
@@ -222,39 +217,42 @@ class Reducer:
     def continue_from(self, old: Reducer) -> None:
         """Take the place of ``old``, which reduced other parameters of the same module."""
         self.keep_requests(old)
-        self.schedule.backwards, self.planner.held = old.schedule.backwards, old.planner.held
-        self.step, self.expected_samples, self.last_times = old.step, old.expected_samples, old.last_times
+        self.schedule.backwards, self.parts.planner.held = old.schedule.backwards, old.parts.planner.held
+        self.step, self.expected_samples, self.last = old.step, old.expected_samples, old.last
         self.completed = old.completed
         self.conclusion.continue_from(old.conclusion)
-        self._extensions.continue_from(old._extensions)
+        self.parts.extensions.continue_from(old.parts.extensions)
         self.running_stats.continue_from(old.running_stats)
 
-    def prepare_world(self, transport: Transport, group: dist.ProcessGroup) -> BucketSet:
-        """Return the buckets for another world, with rank 0's plan. Every rank of ``group`` calls it, in any thread."""
-        self.planner.take_first_plan(group)
-        return self.bucket_set.prepared(transport, dist.get_rank(group), dist.get_world_size(group), self._extensions.words_apart)
+    def _make_world(self, process_group: dist.ProcessGroup, group: dist.ProcessGroup, transport: Transport, in_use: bool) -> World:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        buckets = BucketSet(self.params, self.parts.planner, transport, self.running_stats, rank, size, in_use)
+        return World(process_group, group, transport, buckets, rank, size)
 
-    def enter_world(self, group: dist.ProcessGroup, transport: Transport, buckets: BucketSet) -> None:
+    def prepare_world(self, process_group: dist.ProcessGroup, group: dist.ProcessGroup, transport: Transport) -> World:
+        """Return another world, with rank 0's plan and its memory. Every rank of ``group`` calls it, in any thread."""
+        self.parts.planner.take_first_plan(group)
+        world = self._make_world(process_group, group, transport, in_use=False)
+        world.buckets.prepare(self.parts.extensions.words_apart)
+        return world
+
+    def enter_world(self, world: World) -> None:
         """Reduce in another world from now on. Every rank calls it between the same two steps."""
-        self._group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
-        self.bucket_set = buckets
-        self.running_stats.first = self.rank == 0
-        buckets.use()
-        self.planner.enter_world(group, transport)
-        self.conclusion.enter_world(group, buckets)
+        self.world = world
+        world.buckets.use()
         self._install_hooks()
 
     @property
     def position(self) -> list[float]:
         """Numbers that a new rank must know to reduce with the others from the next step on."""
-        return [self.step, self.expected_samples, *self.conclusion.position, *self.planner.position]
+        return [self.step, self.expected_samples, *self.conclusion.position, *self.parts.planner.position]
 
     @position.setter
     def position(self, position: Sequence[float]) -> None:
         self.step, self.expected_samples = int(position[0]), position[1]
-        self._extensions.count_as_compared()
+        self.parts.extensions.count_as_compared()
         numbers = [int(number) for number in position[2:]]
-        self.conclusion.position, self.planner.position = numbers[:2], numbers[2:]
+        self.conclusion.position, self.parts.planner.position = numbers[:2], numbers[2:]
         self._install_hooks()
 
     def check_replicas(self, gradually: bool) -> None:
@@ -263,9 +261,14 @@ class Reducer:
         ``gradually``: compare some parameters in each of the next steps, not all of them now.
         """
         if gradually:
-            self.conclusion.begin_gradual_check()
+            self.conclusion.begin_gradual_check(self.world.size)
         else:
-            self.conclusion.check_replicas()
+            self.conclusion.check_replicas(self.world)
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures of the last step; see ``DistributedDataParallel.stats``."""
+        times, seconds = (self.last.times, self.last.words.agreement.seconds) if self.last else (StepTimes(), ())
+        return step_report(self.step, times, seconds, self.world.buckets.buckets, self.parts.trained.names, self.parts.planner)
 
     # -- during a backward ------------------------------------------------------------------------------------------
 
@@ -274,73 +277,62 @@ class Reducer:
         if self._broken is not None and self.drops_failed_steps:
             self._begin_dropped()
             return
-        if self._backward is not None:
-            if self._backward.phase is not STARTED or self.is_in(autograd_engine.task()):
+        if self._reduction is not None:
+            if self._reduction.phase is not STARTED or self.is_in(autograd_engine.task()):
                 return
             self.end(Trigger.INTERRUPTED)  # an ``autograd.grad`` that has failed, with no forward since
         progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
         self._conclude()
-        reduces = self.schedule.count()
-        backward = self._backward = Backward(reduces, self.local_report.weight, self.watch.expected.copy(), self.watch.seen)
-        self._end_with_graph(backward)
-        if reduces:
-            self.bucket_set.reset()
-        if self.watch.executes_any() or autograd_engine.accumulates():
-            self._accumulate(backward)
+        reduction = self._begin(self.schedule.count(), self.local_report.weight)
+        self._end_with_graph(reduction)
+        if self.parts.hooks.executes_any() or autograd_engine.accumulates():
+            self._accumulate(reduction)
         else:
-            backward.remember(self.params)
-        self.times.begin()
+            reduction.remember(self.params)
+
+    def _begin(self, reduces: bool, samples: float, zero_samples: float = 0.0) -> Reduction:
+        report, expected = self.local_report, self.expected_samples
+        self._reduction = Reduction(self.parts, self.world, report, expected, self.times, reduces, samples, zero_samples)
+        return self._reduction
 
     def _begin_dropped(self) -> None:
         """Begin a backward whose gradients are dropped at its end, unless this is an inner one."""
-        if self._backward is None or self._backward.task != autograd_engine.task():
-            self._backward = Backward(False, 0.0, [], set())
-            self._backward.advance(Trigger.FAILED)
-            self._end_with_graph(self._backward)
+        if self._reduction is None or self._reduction.task != autograd_engine.task():
+            dropped = self._begin(reduces=False, samples=0.0)
+            dropped.advance(Trigger.FAILED)
+            self._end_with_graph(dropped)
 
-    def _end_with_graph(self, backward: Backward) -> None:
-        active_backwards.reducers.add(self)
-        autograd_engine.at_the_end(partial(self._graph_done, backward.task))
+    def _end_with_graph(self, reduction: Reduction) -> None:
+        _active.add(self)
+        autograd_engine.at_the_end(partial(self._graph_done, reduction.task))
 
-    def _accumulate(self, backward: Backward) -> None:
-        """Be certain that ``backward`` accumulates gradients; ``autograd.grad`` does not."""
-        backward.accumulate()
+    def _accumulate(self, reduction: Reduction) -> None:
+        """Be certain that this backward accumulates gradients; ``autograd.grad`` does not."""
+        reduction.accumulate()
         self._unannounced.by_backward()
-        if backward.reduces:
-            self.bucket_set.release_outdated()
 
     def gradient_ready(self, index: int) -> None:
         """Take note of the gradient of parameter ``index``, which the engine has accumulated. It runs for each watched parameter."""
-        backward = self._backward
-        if backward is None or backward.phase is STARTED:
-            backward = self._first_gradient(index)
-            if backward is None:
+        reduction = self._reduction
+        if reduction is None or reduction.phase is STARTED:
+            reduction = self._first_gradient(index)
+            if reduction is None:
                 return
-        backward.seen.add(index)
-        if backward.phase is not COLLECTING or index in self.watch.start_only:
-            return
-        if self.planner.learning:
-            self.planner.note(index, time.perf_counter() - self.times.begun)
-        left = backward.left
-        left[index] -= 1
-        if left[index] == 0 and index in self.bucket_set.home:
-            bucket, portion = self.bucket_set.home[index]
-            portion.pending -= 1
-            if portion.pending == 0:
-                self._portion_full(backward, bucket, portion)
+        if reduction.take_gradient(index):
+            with self._broken_by_exceptions(self.step + 1):
+                reduction.launch_full()
 
-    def _first_gradient(self, index: int) -> Backward | None:
+    def _first_gradient(self, index: int) -> Reduction | None:
         """Return the backward whose first gradient is that of parameter ``index``. None: a backward outside of the module's forward."""
-        if self._backward is None:
-            if not (self.watch.begins_anywhere or self._unannounced.announced or index in self.watch.unused):
+        if self._reduction is None:
+            if not (self.parts.hooks.begins_anywhere or self._unannounced.announced or index in self.parts.hooks.unused):
                 self._check_unannounced(index)
                 return None
             self.backward_starts()
-        backward = self._backward
-        assert backward is not None
-        if backward.phase is STARTED:
-            self._accumulate(backward)
-        return backward
+        assert self._reduction is not None
+        if self._reduction.phase is STARTED:
+            self._accumulate(self._reduction)
+        return self._reduction
 
     def _check_unannounced(self, index: int) -> None:
         """Raise OutsideForward if the gradients of parameter ``index`` come only from backwards without a forward, over and over.
@@ -349,104 +341,54 @@ class Reducer:
         before the next.
         """
         self._unannounced.accept()
-        elsewhere = any(one.trained.holds(self.params[index]) for one in active_backwards.in_task(autograd_engine.task()))
+        elsewhere = any(one.parts.trained.holds(self.params[index]) for one in _in_task(autograd_engine.task()))
         grad = self.params[index].grad
         if not self.schedule.sync or elsewhere or grad is None:
             return
         if self._unannounced.zeroed(index, grad) == 2:
             raise OutsideForward(
-                f"for the third time a gradient of {self.trained.names[index]} comes only from a backward that did not begin at an output "
-                "of the module's forward, so it is not reduced: call the wrapped module, not .module; or run the backward within no_sync() "
-                "if the gradient is meant to stay local"
+                f"for the third time a gradient of {self.parts.trained.names[index]} comes only from a backward that did not begin "
+                "at an output of the module's forward, so it is not reduced: call the wrapped module, not .module; or run the backward "
+                "within no_sync() if the gradient is meant to stay local"
             )
-
-    def _portion_full(self, backward: Backward, bucket: Bucket, portion: Portion) -> None:
-        """Copy the gradients of ``portion``; if ``bucket`` is full then, launch what can be launched."""
-        if backward.samples:
-            with torch.no_grad():
-                portion.gather(self._scale(backward, self._averages))
-        bucket.pending -= 1
-        if bucket.pending == 0:
-            self._bucket_full(backward)
-
-    def _bucket_full(self, backward: Backward) -> None:
-        """Launch full buckets in their order. The last one waits for the end of the backward, because it carries the control words."""
-        buckets = self.bucket_set.buckets
-        while backward.launched < len(buckets) - 1 and buckets[backward.launched].pending == 0 and not self._extensions.one_by_one:
-            if backward.phase is BROKEN:
-                return
-            with self._broken_by_exceptions(self.step + 1):
-                self._launch(backward, ())
-
-    def _launch(self, backward: Backward, late: Sequence[int]) -> Bucket:
-        """Begin the reduction of the next bucket and return the bucket. ``late``: for the control words, if this bucket carries them."""
-        index, bucket_set = backward.launched, self.bucket_set
-        bucket, last = bucket_set.buckets[index], index == len(bucket_set.buckets) - 1
-        backward.launched += 1
-        with torch.no_grad(), record_function(bucket.label):
-            bucket.gather(self._scale(backward, self._averages))
-            if self._options.check_finite and not bool(torch.isfinite(bucket.flat).all()):
-                self.local_report.status |= NOT_FINITE
-            if last and not bucket_set.words_apart:
-                self._write_words(backward, late)
-            bucket.work = self._extensions.reduce(index, bucket, last) if self._extensions.hooked else bucket_set.reduce(index)
-        self.times.launched()
-        return bucket
-
-    @property
-    def _averages(self) -> bool:
-        """Whether what reduces a bucket, the transport or a hook, makes the mean and not the sum."""
-        return self.bucket_set.averages or self._extensions.hooked
-
-    def _scale(self, backward: Backward, mean: bool) -> float:
-        """Return the factor of gradients before they are added up (``mean``: averaged) over the ranks."""
-        return backward.samples * (self.world if mean else 1) / (self.expected_samples * self.local_report.backwards)
-
-    def _write_words(self, backward: Backward, late: Sequence[int]) -> None:
-        """Write the control words, when all gradients are gathered."""
-        sparse = [grad for index in self._sparse if (grad := self.params[index].grad) is not None and backward.samples]
-        if self._options.check_finite and not all(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all() for g in sparse):
-            self.local_report.status |= NOT_FINITE
-        lacking = {bucket.indices[at] for bucket in self.bucket_set.buckets for at in bucket.lacking}
-        if self.watch.all_watched and self._options.mean_over_users:
-            lacking = set(range(len(self.params))) - self.watch.seen
-        lacking.update(index for index in self._sparse if self.params[index].grad is None)
-        self.conclusion.lacked = lacking if backward.samples else set()
-        self.bucket_set.write_words(self.local_report, backward.samples, backward.zero_samples, self.times.busy, late, sorted(lacking))
 
     # -- the end of a backward --------------------------------------------------------------------------------------
 
     def _graph_done(self, task: int) -> None:
-        """End all backwards of the engine's run ``task``. The engine calls it at the end of the run, and holds this reducer until then."""
-        active_backwards.graph_done(task)
+        """End all backwards of the engine's run ``task``. The engine calls it at the end of the run, and holds this reducer until then.
+
+        In which order the modules of one run began depends on the graph, which may differ between ranks.
+        """
+        for reducer in _in_task(task):
+            reducer.end(Trigger.GRAPH_DONE)
 
     def end(self, trigger: Trigger) -> None:
         """End the backward that the engine has left; reduce what it has accumulated, if it reduces."""
-        backward = self._backward
-        assert backward is not None
-        active_backwards.reducers.discard(self)
+        reduction = self._reduction
+        assert reduction is not None
+        _active.discard(self)
         if trigger is Trigger.GRAPH_DONE:
-            self.times.stop()
-        if backward.phase is BROKEN and self._broken is not None:
+            reduction.stop()
+        if reduction.phase is BROKEN and self._broken is not None:
             if self.drops_failed_steps:
-                self.trained.drop_gradients()  # those that have come since
-                self._backward = None
+                self.parts.trained.drop_gradients()  # those that have come since
+                self._reduction = None
                 return
             raise self._broken
         # Not after an exception: the script may have changed the gradients by now, such as by zero_grad().
-        may_tell = backward.phase is STARTED and trigger is Trigger.GRAPH_DONE
-        if may_tell and backward.has_accumulated(self.params):
-            self._accumulate(backward)
-        phase = backward.advance(trigger)
+        may_tell = reduction.phase is STARTED and trigger is Trigger.GRAPH_DONE
+        if may_tell and reduction.has_accumulated(self.params):
+            self._accumulate(reduction)
+        phase = reduction.advance(trigger)
         if phase is EMPTY:
             self.schedule.take_back()
         if phase is EMPTY or phase is DONE:
-            self._backward = None
+            self._reduction = None
             return
         if phase is DRAINING:
             self.local_report.status |= FAILED
-            backward.samples = 0.0
-        self._finalize(backward)
+            reduction.drop_data()
+        self._finalize(reduction)
 
     def skip(self, zero_samples: float = 0.0) -> None:
         """Take part in a reduction without gradients. ``zero_samples``: the number of samples that count as gradients of zero."""
@@ -456,55 +398,50 @@ class Reducer:
         """Reduce the gradients that are there."""
         for index, param in enumerate(self.params):
             if param.grad is not None:
-                self.watch.seen.add(index)
+                self.parts.hooks.seen.add(index)
                 param.grad = placed_as(param, param.grad)
         self._reduce_now(self.local_report.weight)
 
     def _reduce_now(self, samples: float, zero_samples: float = 0.0) -> None:
         """Reduce without a backward."""
         if self._broken is not None and self.drops_failed_steps:
-            self.trained.drop_gradients()
+            self.parts.trained.drop_gradients()
             return
         self._conclude()
-        backward = self._backward = Backward(True, samples, self.watch.expected.copy(), self.watch.seen)
-        backward.zero_samples = zero_samples
-        backward.advance(Trigger.NO_BACKWARD)
-        self.bucket_set.reset()
-        self.times.begin()
-        self._finalize(backward)
+        reduction = self._begin(True, samples, zero_samples)
+        reduction.advance(Trigger.NO_BACKWARD)
+        self._finalize(reduction)
 
-    def _finalize(self, backward: Backward) -> None:
+    def _finalize(self, reduction: Reduction) -> None:
         """Reduce what is not reduced yet and wait for all of it; the gradients are there when this returns."""
-        begun, drained = time.perf_counter(), backward.phase is DRAINING
+        begun, drained = time.perf_counter(), reduction.phase is DRAINING
+        # Whether the ranks tell each other that their reductions are whole, because NCCL does not say so.
+        confirms = self.drops_failed_steps and self.parts.planner.device.type == "cuda"
         with self._broken_by_exceptions(self.step + 1):
             self._install_new_plan()
-            buckets = self.bucket_set.buckets
             with torch.no_grad():
-                late = [index for index in range(backward.launched) if buckets[index].has_late()]
-                while backward.launched < len(buckets):
-                    bucket = self._launch(backward, late)
-                    if self._extensions.one_by_one:
-                        self._wait(bucket)
-                self._set_gradients(backward, late)
+                self.last, outcome = reduction.reduce(self.step + 1, self.conclusion.defers, confirms)
+                self.step += 1
+                if self.parts.hooks.note_unused(outcome.unused):
+                    self._install_hooks()
+                reduction.set_gradients(outcome, confirms)
+            self.expected_samples = outcome.samples
             self.times.exposed = time.perf_counter() - begun
-            self.last_times, self.times = self.times, StepTimes()
+            self.times = StepTimes()
             self.local_report.clear()
             self._unannounced.clear()
-            if self.watch.all_watched or late:
-                self.watch.count(backward.left)
-            self.watch.seen.clear()
-            backward.advance(Trigger.REDUCED)
-            self._backward = None
+            reduction.finish()
+            self._reduction = None
         if self._broken is not None:
-            self._backward = None  # further backwards of a dropped step begin anew
+            self._reduction = None  # further backwards of a dropped step begin anew
         elif not self.conclusion.defers:
             self._conclude(drained)
         self.completed += self._broken is None
 
     def _install_new_plan(self) -> None:
         """Install the new plan, if there is one. All ranks call this before the first bucket of the same reduction."""
-        self._extensions.verify_same(self._group)
-        if self.bucket_set.outdated:
+        self.parts.extensions.verify_same(self.world.group)
+        if self.world.buckets.outdated:
             with reduction_errors("the memory of a new plan"):
                 self.install()
 
@@ -522,65 +459,18 @@ class Reducer:
                 self._broken = what
             elif not isinstance(what, raised_by_all):
                 self._broken = ReductionFailed(f"the reduction of step {step} was interrupted by {type(what).__name__}. {AGAIN}")
-            if self._backward is not None:
-                self._backward.advance(Trigger.FAILED)
+            if self._reduction is not None:
+                self._reduction.advance(Trigger.FAILED)
             if not (self.drops_failed_steps and isinstance(what, ReductionFailed)):
                 raise
-            self.trained.drop_gradients()
-
-    def _set_gradients(self, backward: Backward, late: Sequence[int]) -> None:
-        """Wait for the buckets and set the gradients."""
-        bucket_set = self.bucket_set
-        if bucket_set.words_apart:
-            self._write_words(backward, late)
-            bucket_set.reduce(len(bucket_set.buckets)).wait()
-        if self._confirms or not bucket_set.words_apart:
-            for bucket in bucket_set.buckets:
-                self._wait(bucket)
-        self._confirm()
-        self.step += 1
-        wants = self.local_report.reads_first or any(bucket.lacking for bucket in bucket_set.buckets)
-        outcome = self.conclusion.receive(bucket_set.read_words(self.step), wants, self.expected_samples)
-        if self.watch.note_unused(outcome.unused):
-            self._install_hooks()
-        arrival = Arrival(outcome, self._scale(backward, False), self._group, self._extensions.optimizer_step)
-        for index, bucket in enumerate(bucket_set.buckets):
-            self._wait(bucket)
-            arrival.set_gradients(bucket, index in outcome.late)
-        arrival.reduce_sparse(self.params, self._sparse)
-        unfrozen = self.trained.unfrozen(outcome.agreed.trained) if outcome.agreed else ()
-        if unfrozen:
-            arrival.reduce_unfrozen(unfrozen, self.planner.device)
-        if unfrozen or outcome.late or self._sparse:
-            self._confirm()
-        self.expected_samples = outcome.samples
-        self.running_stats.receive(bucket_set.factor)
-
-    @property
-    def _confirms(self) -> bool:
-        """Whether the ranks tell each other that their reductions are whole, because NCCL does not say so."""
-        return self.drops_failed_steps and self.planner.device.type == "cuda"
-
-    def _confirm(self) -> None:
-        """Wait until all ranks have found their reductions whole."""
-        if self._confirms:
-            with reduction_errors("the confirmation of the step"):
-                confirm(self._group, self.planner.device)
-
-    def _wait(self, bucket: Bucket) -> None:
-        """Wait until ``bucket`` has arrived."""
-        if bucket.work is not None:
-            with record_function("elastirun: wait"):
-                bucket.work.wait()
-            bucket.work = None
-            self.times.arrived()
+            self.parts.trained.drop_gradients()
 
     def _conclude(self, drained: bool = False) -> None:
         """Act upon the control words of the last reduction, once for each; on a GPU a step later. ``drained``: see ``Conclusion``."""
-        if (step := self.conclusion.due) is None:
+        if self.last is None:
             return
-        with self._broken_by_exceptions(step, raised_by_all=(TrainError,)):
-            if self.conclusion.conclude(self.expected_samples, drained):
+        with self._broken_by_exceptions(self.last.words.step, raised_by_all=(TrainError,)):
+            if self.conclusion.conclude(self.last, self.world, self.expected_samples, drained):
                 self._install_hooks()
 
     # -- a backward that an exception has ended ---------------------------------------------------------------------
@@ -588,7 +478,7 @@ class Reducer:
     @property
     def interrupted(self) -> bool:
         """Whether an exception has ended a backward of which the others wait for a part."""
-        return self._backward is not None and not autograd_engine.running()
+        return self._reduction is not None and not autograd_engine.running()
 
     @property
     def broken(self) -> bool:
@@ -597,4 +487,24 @@ class Reducer:
 
     def is_in(self, task: int) -> bool:
         """Return whether the backward under way is a part of the engine's run ``task``."""
-        return self._backward is not None and self._backward.task == task
+        return self._reduction is not None and self._reduction.task == task
+
+
+_active: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those whose backward has begun and not ended
+
+
+def _in_task(task: int) -> list[Reducer]:
+    """Return the reducers whose backward is a part of the engine's run ``task``, in the order in which they end on every rank."""
+    return sorted((reducer for reducer in _active if reducer.is_in(task)), key=lambda one: one.number)
+
+
+def settle() -> None:
+    """Finish the backwards of all modules that an exception interrupted.
+
+    It comes before anything else that all ranks do: the other ranks wait for it, or will. Where it fails, the module raises the error
+    when it is used again.
+    """
+    if _active:
+        for reducer in sorted((one for one in _active if one.interrupted and not one.broken), key=lambda one: one.number):
+            with suppress(ReductionFailed):
+                reducer.end(Trigger.INTERRUPTED)

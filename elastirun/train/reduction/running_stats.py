@@ -29,14 +29,14 @@ def find_statistics(module: nn.Module, ignored: Collection[str] = ()) -> list[La
 
 
 class RunningStatistics:
-    """The statistics in ``places`` of this rank; on ranks other than the ``first``, also rank 0's values of the last reduction.
+    """The statistics in ``places`` of this rank; on ranks other than the first, also rank 0's values of the last reduction.
 
     Ranks other than 0 take over rank 0's values when these arrive. They do so again before the statistics are used (``adopt``,
     ``before_forward``) if only forwards have changed the buffers since. What a loaded checkpoint or a recalibration has written stays.
     """
 
-    def __init__(self, places: Sequence[LayerBuffer], first: bool) -> None:
-        self._places, self.first = list(places), first
+    def __init__(self, places: Sequence[LayerBuffer]) -> None:
+        self._places = list(places)
         self._layers = list(dict.fromkeys(layer for layer, _ in places))
         self.numel = sum(buffer.numel() for buffer in self.buffers)
         self.at_once = True  # take values over when they arrive
@@ -66,16 +66,16 @@ class RunningStatistics:
         """Leave the buffers to a hook of the user from now on. Their memory in the tail stays."""
         self._places, self._layers, self._views, self._arrived = [], [], [], []
 
-    def write(self) -> None:
+    def write(self, rank: int) -> None:
         """Write rank 0's values into the tail; the other ranks write zeros."""
-        if self.first and self._places:
+        if rank == 0 and self._places:
             torch._foreach_copy_(self._views, self.buffers)
         else:
             self._tail.zero_()
 
-    def receive(self, factor: float) -> None:
+    def receive(self, rank: int, factor: float) -> None:
         """Keep and take over rank 0's values, which a reduction has brought divided by ``factor``."""
-        if self.first or not self._places:
+        if rank == 0 or not self._places:
             return
         buffers = self.buffers
         if not self._arrived:

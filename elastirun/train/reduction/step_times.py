@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastirun.train.groups.collectives import ranks
-
-if TYPE_CHECKING:
-    from elastirun.train.reduction.reducer import Reducer
+from elastirun.train.reduction.buckets.memory import Bucket
+from elastirun.train.reduction.buckets.planner import Planner
 
 STRAGGLES = 1.2  # a rank that computes for longer than so many times the median is a straggler
 
@@ -22,28 +20,12 @@ class StepTimes:
     forward: float = 0.0  # sum over the forwards since the last reduction
     backward: float = 0.0  # sum over the backwards, without the wait at the end
     exposed: float = 0.0  # the wait at the end: communication that no computation covered
-    begun: float = 0.0  # when the present backward began
     launches: list[float] = field(default_factory=list)  # by bucket, since the backward began
     ready: list[float] = field(default_factory=list)  # by bucket: when this rank had its result
 
     @property
     def busy(self) -> float:
         return self.forward + self.backward
-
-    def begin(self) -> None:
-        self.begun = time.perf_counter()
-
-    def add_forward(self, seconds: float) -> None:
-        self.forward += seconds
-
-    def stop(self) -> None:
-        self.backward += time.perf_counter() - self.begun
-
-    def launched(self) -> None:
-        self.launches.append(time.perf_counter() - self.begun)
-
-    def arrived(self) -> None:
-        self.ready.append(time.perf_counter() - self.begun)
 
 
 def stragglers(seconds: Sequence[float]) -> dict[int, float]:
@@ -68,21 +50,23 @@ def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> s
     )
 
 
-def step_report(reducer: Reducer) -> dict[str, Any]:
-    """Return the figures of the last step of ``reducer``, fit for JSON; see ``DistributedDataParallel.stats``."""
-    times, pending, planner = reducer.last_times, reducer.conclusion.pending, reducer.planner
-    seconds = pending.agreement.seconds if pending else ()
-    buckets = reducer.bucket_set.buckets
+def step_report(
+    steps: int, times: StepTimes, seconds: Sequence[float], buckets: Sequence[Bucket], names: Sequence[str], planner: Planner
+) -> dict[str, Any]:
+    """Return the figures of the last of ``steps``, fit for JSON; see ``DistributedDataParallel.stats``.
+
+    ``seconds``: of each rank; empty before the first step. ``names``: of the parameters.
+    """
     moments = zip(buckets, times.launches, times.ready, strict=False)
     return {
-        "steps": reducer.step,
+        "steps": steps,
         "forward": times.forward,
         "backward": times.backward,
         "exposed": times.exposed,
         "bytes": sum(bucket.flat.nbytes for bucket in buckets),
         "buckets": [
             {
-                "parameters": [reducer.trained.names[index] for index in bucket.indices],
+                "parameters": [names[index] for index in bucket.indices],
                 "bytes": bucket.flat.nbytes,
                 "launched": launched,
                 "ready": ready,

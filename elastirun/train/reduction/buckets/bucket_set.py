@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from elastirun.train.reduction.buckets.memory import Bucket, Portion, Storage
+from elastirun.train.reduction.buckets.memory import Bucket, Portion
 from elastirun.train.reduction.buckets.planner import Planner
 from elastirun.train.reduction.control_words import ControlWords, LocalReport, PendingAgreement
 from elastirun.train.reduction.running_stats import RunningStatistics
-from elastirun.train.reduction.transports.base import Arena, Transport, Work
+from elastirun.train.reduction.transports.base import Arena, Storage, Transport, Work
 
 
 class BucketSet:
@@ -90,16 +90,11 @@ class BucketSet:
         """Return whether the buckets were made for exactly these parameters."""
         return len(params) == len(self._params) and all(mine is theirs for mine, theirs in zip(self._params, params, strict=True))
 
-    def prepared(self, transport: Transport, rank: int, world: int, words_apart: bool) -> BucketSet:
-        """Return buckets of the same plan for another world, with their memory. Every rank of it calls it; ``use`` comes later.
-
-        May be called in any thread, while this set is used.
-        """
-        made = BucketSet(self._params, self._planner, transport, self._statistics, rank, world, in_use=False)
-        made.install(words_apart)
-        for bucket in made.buckets:
+    def prepare(self, words_apart: bool) -> None:
+        """Make the memory before this set is in use. Every rank calls it, in any thread; ``use`` comes later."""
+        self.install(words_apart)
+        for bucket in self.buckets:
             bucket.flat.zero_()  # the system gives the pages when they are written
-        return made
 
     def use(self) -> None:
         """Let the running statistics travel in this memory from now on."""
@@ -132,13 +127,17 @@ class BucketSet:
         self._words.write(self._tail[: self._words.size], report, samples, seconds, late, lacking)
         if zero_samples:
             self._tail[0] += zero_samples
-        self._statistics.write()
+        self._statistics.write(self._rank)
 
     def read_words(self, step: int) -> PendingAgreement:
         """Begin to copy the reduced words of ``step`` to the host."""
-        return PendingAgreement(self._words, self._tail[: self._words.size], step, self.factor)
+        return PendingAgreement(self._words, self._tail[: self._words.size], step, self._factor)
+
+    def receive_statistics(self) -> None:
+        """Take rank 0's running statistics over, which have arrived with the words."""
+        self._statistics.receive(self._rank, self._factor)
 
     @property
-    def factor(self) -> float:
+    def _factor(self) -> float:
         """The factor that turns a reduced number into the sum over the ranks."""
         return float(self._world) if self._transport.averages else 1.0

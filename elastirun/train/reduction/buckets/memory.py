@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from elastirun.train.reduction.transports.base import Work
 from elastirun.train.sharded import is_sharded, local_part, with_part
 
-if TYPE_CHECKING:
-    from elastirun.train.reduction.transports.base import Work
-
 LARGE = 16384  # elements: from here one operation per gradient costs less than another pass over the bucket
-ALIGNED = 64  # elements; buckets and slices of them begin at cache lines, whatever the dtype
 PORTION = 1 << 20  # bytes: a core's cache still holds so many when the last of their gradients has come
-
-
-@dataclass(frozen=True)
-class Storage:
-    """The memory of one bucket: ``numel`` elements of ``dtype`` on ``device``."""
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-def zeros(storages: Sequence[Storage]) -> list[Tensor]:
-    """Return memory for buckets, in one piece as far as their types are the same.
-
-    When there is a new plan, a large piece goes back to the system; small ones would stay in the heap.
-    """
-    buffers: list[Tensor] = []
-    for (dtype, device), run in groupby(storages, lambda storage: (storage.dtype, storage.device)):
-        sizes = [storage.numel for storage in run]
-        padded = [-(-numel // ALIGNED) * ALIGNED for numel in sizes]
-        parts = torch.split(torch.zeros(sum(padded), dtype=dtype, device=device), padded)
-        buffers += [part[:numel] for part, numel in zip(parts, sizes, strict=True)]
-    return buffers
 
 
 class Portion:

@@ -20,9 +20,8 @@ from torch import nn
 
 from elastirun.train.groups.collectives import broadcast
 from elastirun.train.reduction.buckets import plan as plans
-from elastirun.train.reduction.buckets.memory import Storage
 from elastirun.train.reduction.buckets.plan import MIB, Gradient, LinkSpeed
-from elastirun.train.reduction.transports.base import Transport
+from elastirun.train.reduction.transports.base import Storage, Transport
 from elastirun.train.sharded import local_part
 
 MEASURED = 3  # backwards; the plan is made from the medians of their times
@@ -52,8 +51,6 @@ class Planner:
         params: Sequence[nn.Parameter],
         sparse: Sequence[int],
         bucket_cap_mb: float | None,
-        group: dist.ProcessGroup,
-        transport: Transport,
     ) -> None:
         self.gradients = [
             Gradient(p.numel() * 2, p.dtype.to_real(), p.device, True) if p.is_complex() else Gradient(p.numel(), p.dtype, p.device)
@@ -67,7 +64,6 @@ class Planner:
         self._caps = (plans.CAP, plans.FIRST_CAP) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
         self._fixed = bucket_cap_mb is not None or self.device.type != "cpu"  # the host's times are not a GPU's
         self.sparse = sparse
-        self._group, self._transport = group, transport
         self._dense = sorted(set(range(len(params))) - set(sparse))
         self._came: dict[int, float] = {}
         self._history: list[dict[int, float]] = []
@@ -85,8 +81,8 @@ class Planner:
         """Remember the parameters without a gradient on some rank with data. Every rank calls it with the same values."""
         self._unsure.update(index for index in self._dense if users[index] < with_data)
 
-    def advance(self) -> bool:
-        """Make a new plan if it is time, and return whether there is one. Every rank calls it after each reduction."""
+    def advance(self, group: dist.ProcessGroup, transport: Transport) -> bool:
+        """Make a new plan if it is time; return whether there is one. Every rank of ``group`` calls it after each reduction."""
         if self.held:
             self._came = {}
             return False
@@ -95,45 +91,40 @@ class Planner:
             self._history.append(self._came)
             self._came = {}
         if self.epoch == 0:
-            self._adopt(plans.by_size(self.gradients, self._order(), *self._caps))
+            self._adopt(plans.by_size(self.gradients, self._order(), *self._caps), group)
             self.learning = not self._fixed
         elif self.learning and self._steps > MEASURED:
-            self.link = measure(self._transport, self.device)
+            self.link = measure(transport, self.device)
             self.learning = False
-            self._adopt(self._best())
+            self._adopt(self._best(), group)
         elif not self.learning and self._steps in REPLAN and self._unsure > self._planned_for:
-            self._adopt(self._best())
+            self._adopt(self._best(), group)
         else:
             return False
         self._history = self._history[-1:] if self.epoch == 1 else self._history
         return True
 
-    def enter_world(self, group: dist.ProcessGroup, transport: Transport) -> None:
-        """Plan for another world from now on."""
-        self._group, self._transport = group, transport
-
     def take_first_plan(self, group: dist.ProcessGroup) -> None:
         """Take the plan of rank 0 of ``group``, whose ranks all call it."""
         self.buckets = plans.decode(broadcast(plans.encode(self.buckets), group, self.device))
 
-    @property
-    def measured(self) -> MeasuredPlan | None:
-        """The present plan, if it was made from measured times, or is not to be made from them."""
+    def measured(self, transport: Transport) -> MeasuredPlan | None:
+        """Return the present plan, if it was made from measured times of ``transport``, or is not to be made from them."""
         if self.learning:
             return None
-        return MeasuredPlan(self.gradients, type(self._transport), self.buckets, self.position, self.link, self._history)
+        return MeasuredPlan(self.gradients, type(transport), self.buckets, self.position, self.link, self._history)
 
-    def can_use(self, plan: MeasuredPlan) -> bool:
-        """Return whether ``plan`` was made for these gradients, and from times of the same transport."""
-        return plan.gradients == self.gradients and plan.transport is type(self._transport)
+    def can_use(self, plan: MeasuredPlan, transport: Transport) -> bool:
+        """Return whether ``plan`` was made for these gradients, and from times of such a ``transport``."""
+        return plan.gradients == self.gradients and plan.transport is type(transport)
 
-    def continue_from(self, mine: MeasuredPlan | None, source: int) -> None:
+    def continue_from(self, mine: MeasuredPlan | None, group: dist.ProcessGroup, source: int) -> None:
         """Take the plan of rank ``source``, and go on planning from there. ``mine`` is this rank's. Every rank calls it."""
         if mine is not None:
             self.link, self._history = mine.link, list(mine.history)
             self.position, self.buckets = mine.position, mine.buckets
         count = len(self.position)
-        numbers = broadcast([*self.position, *plans.encode(self.buckets)], self._group, self.device, source)
+        numbers = broadcast([*self.position, *plans.encode(self.buckets)], group, self.device, source)
         self.position, self.buckets = numbers[:count], plans.decode(numbers[count:])
 
     @property
@@ -152,9 +143,9 @@ class Planner:
         self._unsure = {index for index, mark in enumerate(marks) if mark & 1}
         self._planned_for = {index for index, mark in enumerate(marks) if mark & 2}
 
-    def _adopt(self, mine: plans.Buckets) -> None:
+    def _adopt(self, mine: plans.Buckets, group: dist.ProcessGroup) -> None:
         """Take rank 0's plan; ``mine`` is this rank's. Every rank calls it at the same point."""
-        self.buckets = plans.decode(broadcast(plans.encode(mine), self._group, self.device))
+        self.buckets = plans.decode(broadcast(plans.encode(mine), group, self.device))
         self._planned_for = set(self._unsure)
         self.epoch += 1
 

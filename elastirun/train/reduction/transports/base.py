@@ -1,28 +1,47 @@
-"""Transports add up buckets of gradients over the ranks: by a torch process group, or through shared memory on one host."""
+"""Transports add up buckets over the ranks, or gather them: by a torch process group, or through shared memory on one host."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from elastirun.train.errors import ReductionFailed, TrainError
-from elastirun.train.reduction.buckets.memory import Storage
 
 AGAIN = "Use set_group() with a new process group"
 # Words in those errors of backends that the loss of a peer may cause. An error without any of them is about a dtype, memory or the like.
 OF_PEERS = re.compile(r"gloo/|nccl|timed? ?out|connect|socket|abort|peer|closed|closure|store|rank", re.IGNORECASE)
 
 
+ALIGNED = 64  # elements; buckets and slices of them begin at cache lines, whatever the dtype
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The memory of one bucket: ``numel`` elements of ``dtype`` on ``device``."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def part_of(buffer: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return the part of ``buffer`` that belongs to ``rank``. The last parts may be shorter than the others, or empty."""
+    step = -(-buffer.numel() // (ranks * ALIGNED)) * ALIGNED
+    return buffer[rank * step :][:step]
+
+
 class Work(Protocol):
-    """One reduction under way."""
+    """One collective under way."""
 
     def done(self) -> bool:
-        """Return whether the result is there. Never waits; may continue pending reductions."""
+        """Return whether the result is there. Never waits; may continue pending collectives."""
 
     def wait(self) -> None:
         """Wait for the result (on a GPU: let the current stream wait for it).
@@ -32,19 +51,31 @@ class Work(Protocol):
 
 
 class Arena(Protocol):
-    """The memory of all buckets of one plan; ``buffers[i]`` is one-dimensional and starts at zero."""
+    """The memory of all buckets of one plan; ``buffers[i]`` is one-dimensional and starts at zero.
+
+    Every rank begins the same collectives of the same indices in the same order. Only the transport uses a buffer until the work is done.
+    """
 
     buffers: list[Tensor]
 
-    def all_reduce(self, index: int) -> Work:
-        """Begin to replace ``buffers[index]`` by its sum (the mean, if the transport averages) over the ranks.
+    def part(self, index: int) -> Tensor:
+        """Return this rank's part of ``buffers[index]``, see ``part_of``."""
 
-        Every rank begins the same indices in the same order. Only the transport uses the buffer until the work is done.
+    def all_reduce(self, index: int) -> Work:
+        """Begin to replace ``buffers[index]`` by its sum (the mean, if the transport averages) over the ranks."""
+
+    def reduce_scatter(self, index: int) -> Work:
+        """Begin to replace this rank's part of ``buffers[index]`` by its sum or mean, as ``all_reduce``.
+
+        The other ranks' parts are undefined afterwards.
         """
+
+    def all_gather(self, index: int) -> Work:
+        """Begin to replace each part of ``buffers[index]`` by that of the rank it belongs to."""
 
 
 class Transport(Protocol):
-    """Allocates the buckets of a plan, and reduces them."""
+    """Allocates the buckets of a plan, and reduces or gathers them."""
 
     averages: bool  # reductions give the mean, not the sum
 

@@ -1,19 +1,20 @@
-"""Reductions by a torch process group."""
+"""Collectives by a torch process group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from elastirun.train.groups.waits import finish
-from elastirun.train.reduction.buckets.memory import Storage, zeros
-from elastirun.train.reduction.transports.base import reduction_errors
+from elastirun.train.reduction.transports.base import ALIGNED, Storage, part_of, reduction_errors
 
 
 class GroupWork:
-    """A reduction by a process group."""
+    """A collective of a process group."""
 
     def __init__(self, work: dist.Work, what: str, device: torch.device) -> None:
         self._work, self._what, self._device = work, what, device
@@ -27,16 +28,32 @@ class GroupWork:
 
 
 class GroupArena:
-    """Buckets in ordinary memory."""
+    """Buckets in ordinary memory. ``_whole[i]`` has room for as many equal parts as there are ranks."""
 
     def __init__(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, storages: Sequence[Storage]) -> None:
         self._group, self._op = group, op
-        self.buffers = zeros(storages)
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._whole = zeros(storages, self._ranks)
+        self.buffers = [whole[: storage.numel] for whole, storage in zip(self._whole, storages, strict=True)]
+
+    def part(self, index: int) -> Tensor:
+        return part_of(self.buffers[index], self._rank, self._ranks)
 
     def all_reduce(self, index: int) -> GroupWork:
-        what = f"the reduction of bucket {index}"
+        return self._begin("the reduction", index, lambda: dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True))
+
+    def reduce_scatter(self, index: int) -> GroupWork:
+        whole, mine = self._whole[index], part_of(self._whole[index], self._rank, self._ranks)
+        return self._begin("the reduction", index, lambda: dist.reduce_scatter_tensor(mine, whole, self._op, self._group, async_op=True))
+
+    def all_gather(self, index: int) -> GroupWork:
+        whole, mine = self._whole[index], part_of(self._whole[index], self._rank, self._ranks)
+        return self._begin("the gathering", index, lambda: dist.all_gather_into_tensor(whole, mine, self._group, async_op=True))
+
+    def _begin(self, what: str, index: int, begin: Callable[[], dist.Work | None]) -> GroupWork:
+        what = f"{what} of bucket {index}"
         with reduction_errors(what):
-            work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
+            work = begin()
         assert work is not None
         return GroupWork(work, what, self.buffers[index].device)
 
@@ -56,3 +73,15 @@ class GroupTransport:
 
     def close(self) -> None:
         """Do nothing: the group belongs to the caller."""
+
+
+def zeros(storages: Sequence[Storage], parts: int) -> list[Tensor]:
+    """Return memory for buckets, in one piece as far as their types are the same. Each has room for so many equal ``parts``.
+
+    When there is a new plan, a large piece goes back to the system; small ones would stay in the heap.
+    """
+    buffers: list[Tensor] = []
+    for (dtype, device), run in groupby(storages, lambda storage: (storage.dtype, storage.device)):
+        padded = [-(-storage.numel // (parts * ALIGNED)) * parts * ALIGNED for storage in run]
+        buffers += torch.split(torch.zeros(sum(padded), dtype=dtype, device=device), padded)
+    return buffers

@@ -1,4 +1,4 @@
-"""Sums of buckets through memory that the ranks of one host share, instead of through loopback sockets.
+"""Sums and gathering of buckets through memory that the ranks of one host share, instead of through loopback sockets.
 
 A rank's buckets lie in a file in memory (memfd; /dev/shm has 64 MB in a container), which its neighbours on the host map, too. When all
 ranks have launched a bucket, each adds up one slice of it, in the order of the ranks, and writes the sum to all: the same bits on
@@ -18,7 +18,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from mmap import MAP_POPULATE, MAP_SHARED, PAGESIZE, mmap
 from typing import Any
@@ -32,8 +32,7 @@ from elastirun import linux
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import all_reduce
 from elastirun.train.groups.process_groups import connect_limit, connected
-from elastirun.train.reduction.buckets.memory import ALIGNED, Storage
-from elastirun.train.reduction.transports.base import AGAIN, Arena, reduction_errors
+from elastirun.train.reduction.transports.base import AGAIN, Arena, Storage, part_of, reduction_errors
 from elastirun.train.reduction.transports.group import GroupTransport, GroupWork
 
 log = logging.getLogger("elastirun.train")
@@ -54,7 +53,7 @@ class SharedMemory:
     averages = False
 
     def __init__(self, group: dist.ProcessGroup, host: str | None = None, willing: bool = True, strict: bool = True) -> None:
-        self._group, self.rank = group, dist.get_rank(group)
+        self._group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._strict = strict
         self._instead: GroupTransport | None = None  # the transport of the buckets that found no memory
         self._processes: dict[int, int] = {}  # ranks by pidfd; a socket would stay open in a fork, such as a DataLoader's worker
@@ -141,7 +140,7 @@ class SharedMemory:
 
     def _agreed(self, action: Callable[[], tuple[int, ...] | None]) -> list[list[int]]:
         """Return up to three numbers of each rank, from its ``action``. Raise TrainError on all ranks if that raises an OSError on one."""
-        told, why = torch.zeros((dist.get_world_size(self._group), 4), dtype=torch.int64, device="cpu"), ""
+        told, why = torch.zeros((self.size, 4), dtype=torch.int64, device="cpu"), ""
         try:
             told[self.rank] = torch.tensor((1, *(action() or ()), 0, 0, 0)[:4], device="cpu")
         except (OSError, ValueError) as error:
@@ -182,7 +181,7 @@ class SharedArena:
 
     def __init__(self, transport: SharedMemory, storages: Sequence[Storage]) -> None:
         self.transport, self._mine = transport, transport.ranks.index(transport.rank)
-        self._rounds = [0] * len(storages)  # by bucket: reductions begun
+        self._rounds = [0] * len(storages)  # by bucket: collectives begun
         self._handed_on = 0  # sums that this leader has begun with the other leaders
         self._pending: list[SharedWork] = []
         lengths = (8 * len(storages) + 1, *(storage.numel * storage.dtype.itemsize for storage in storages))
@@ -192,14 +191,39 @@ class SharedArena:
         self._buckets = [[_tensor(m, *place) for m in maps] for place in zip(storages, offsets, strict=True)]
         self.buffers = [_tensor(maps[self._mine], *place) for place in zip(storages, offsets, strict=True)]  # versions of their own
 
+    def part(self, index: int) -> Tensor:
+        return part_of(self.buffers[index], self.transport.rank, self.transport.size)
+
     def all_reduce(self, index: int) -> SharedWork:
+        return self._begin(index, self._reduce, self._buckets[index])
+
+    def reduce_scatter(self, index: int) -> SharedWork:
+        """On several hosts, this is the whole sum."""
+        return self._begin(index, self._reduce if self._several else self._scatter, self._buckets[index])
+
+    def all_gather(self, index: int) -> SharedWork:
+        """On several hosts, this is the sum of integers: what other ranks have in a part is zero, so no bit changes."""
+        if not self._several:
+            return self._begin(index, self._gather, self._buckets[index])
+        mine = self.part(index).clone()
+        self.buffers[index].zero_()
+        self.part(index).copy_(mine)
+        return self._begin(index, self._reduce, [buffer.view(torch.uint8) for buffer in self._buckets[index]])
+
+    def _begin(self, index: int, collective: Callable[[int, int, list[Tensor]], Iterator[bool]], buffers: list[Tensor]) -> SharedWork:
         self._rounds[index] += 1
-        self._pending.append(work := SharedWork(self, index, self._reduce(index)))
+        steps = collective(index, 3 * self._rounds[index], buffers)
+        self._pending.append(work := SharedWork(self, index, steps))
         self.push()
         return work
 
+    @property
+    def _several(self) -> bool:
+        """Whether the ranks are on several hosts."""
+        return len(self.transport.leaders) > 1
+
     def push(self) -> None:
-        """Continue all pending reductions, as far as the other ranks are."""
+        """Continue all pending collectives, as far as the other ranks are."""
         try:
             for work in self._pending:
                 work.over = next(work.steps, False)
@@ -209,17 +233,32 @@ class SharedArena:
         self._pending = [work for work in self._pending if not work.over]
 
     def drop_pending(self) -> None:
-        """Let go of reductions that will not end. They lead to the arena, so buckets and groups would stay for the garbage collector."""
+        """Let go of collectives that will not end. They lead to the arena, so buckets and groups would stay for the garbage collector."""
         self._pending = []
 
-    def _reduce(self, index: int) -> Iterator[bool]:
-        """Reduce one bucket step by step; yield whether the reduction is over."""
-        word, number = 3 * self._rounds[index], sum(self._rounds)
-        buffers, several = self._buckets[index], len(self.transport.leaders) > 1
+    def _scatter(self, index: int, word: int, buffers: list[Tensor]) -> Iterator[bool]:
+        """Add up this rank's part step by step; yield whether that is over."""
         yield from self._meet(index, word)
-        self._add(buffers, to_all=not several)
+        self._add(buffers, {0, self._mine})
+        yield from self._meet(index, word + 1)  # nobody may write to a buffer before the others have read it
+        yield True
+
+    def _gather(self, index: int, word: int, buffers: list[Tensor]) -> Iterator[bool]:
+        """Copy the other ranks' parts step by step; yield whether that is over."""
+        yield from self._meet(index, word)
+        for at, buffer in enumerate(buffers):
+            if at != self._mine:
+                part_of(buffers[self._mine], at, len(buffers)).copy_(part_of(buffer, at, len(buffers)))
         yield from self._meet(index, word + 1)
-        if several:
+        yield True
+
+    def _reduce(self, index: int, word: int, buffers: list[Tensor]) -> Iterator[bool]:
+        """Reduce one bucket step by step; yield whether the reduction is over."""
+        number = sum(self._rounds)
+        yield from self._meet(index, word)
+        self._add(buffers, {0} if self._several else range(len(buffers)))
+        yield from self._meet(index, word + 1)
+        if self._several:
             while self.transport.between and self._handed_on < number - 1:  # in the same order on all leaders
                 yield False
             if self.transport.between:
@@ -255,15 +294,15 @@ class SharedArena:
         behind = self._behind(index, word)
         return f"{f'ranks {behind}' if behind else 'other hosts'} did not {'finish' if word % 3 else 'come with'} bucket {index}"
 
-    def _add(self, buffers: list[Tensor], to_all: bool) -> None:
-        """Add up this rank's slice into the first buffer; with ``to_all``, write the sum to the others."""
-        step = -(-buffers[0].numel() // (len(buffers) * ALIGNED)) * ALIGNED
-        slices = [buffer[self._mine * step :][:step].split(BLOCK // buffer.element_size()) for buffer in buffers]  # type: ignore[no-untyped-call]
-        for total, *others in zip(*slices, strict=True):
-            for other in others:
-                total.add_(other)
-            for other in others if to_all else ():
-                other.copy_(total)
+    def _add(self, buffers: list[Tensor], targets: Collection[int]) -> None:
+        """Add up this rank's part of ``buffers`` into the first one, and write the sum to those at ``targets``."""
+        size, parts = BLOCK // buffers[0].element_size(), [part_of(buffer, self._mine, len(buffers)) for buffer in buffers]
+        for blocks in zip(*(part.split(size) for part in parts), strict=True):  # type: ignore[no-untyped-call]
+            for other in blocks[1:]:
+                blocks[0].add_(other)
+            for at in targets:
+                if at:
+                    blocks[at].copy_(blocks[0])
 
 
 def _tensor(memory: mmap, storage: Storage, offset: int) -> Tensor:

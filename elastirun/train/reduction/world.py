@@ -1,4 +1,4 @@
-"""The parts of a module that belong to a world: made for another one while the present one is used."""
+"""The ranks that a module reduces over, with what it has for them alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from elastirun.train.reduction.transports.base import Transport
 
 
 @dataclass(frozen=True)
-class NextWorld:
-    """``process_group`` has the ranks of the world, ``group`` the same ones for the module alone. ``buckets`` have their memory."""
+class World:
+    """The ranks that reduce together. A module that goes on in another world replaces the whole value.
+
+    ``process_group`` is the user's; ``group`` has the same ranks, for the module alone. ``buckets`` lie in memory of
+    ``transport``.
+    """
 
     process_group: dist.ProcessGroup
     group: dist.ProcessGroup
     transport: Transport
     buckets: BucketSet
+    rank: int
+    size: int
