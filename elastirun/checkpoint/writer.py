@@ -41,10 +41,9 @@ from typing import Any, NoReturn, TypeVar
 
 from elastirun import clock, linux
 from elastirun.checkpoint.claims import is_claim
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.messages import close_all, receive, send
-from elastirun.checkpoint.objects import open_directory
 from elastirun.checkpoint.record import Commit, FileSum, clip, is_file_name, number, sums_from_lists, text
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
 from elastirun.worker.current_round import is_current
@@ -143,18 +142,18 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
             if name not in files:
                 at, size = description.files[name]
                 with memoryview(image.memory) as memory, memory[at : at + size] as data:
-                    files[name] = directory.write(claim, step, name, data)
+                    files[name] = directory.backend.write(claim, step, name, data)
         for name, small in more.items():
-            files[name] = directory.write(claim, step, name, memoryview(small))
+            files[name] = directory.backend.write(claim, step, name, memoryview(small))
         if files:  # else another rank may not have made the folder yet
-            directory.sync(claim, step)
+            directory.backend.sync(claim, step)
 
     try:
         repeat(write_the_rest, _limit(message))
         if image.description() != description:
             raise CheckpointError(f"image {message['image']} changed while it was written")
     except BaseException:
-        directory.discard(claim, step, [*description.write, *more])
+        directory.backend.discard(claim, step, [*description.write, *more])
         raise
     return {"save": description.save, "files": {name: [file.size, file.sha256, file.crc32] for name, file in files.items()}}
 
@@ -168,7 +167,7 @@ def _commit(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     try:
         name = repeat(lambda: directory.publish(claim, commit, lambda: is_current(limit)), limit)
     except BaseException:
-        directory.discard(claim, commit.step)
+        directory.backend.discard(claim, commit.step)
         raise
     try:
         repeat(lambda: directory.prune(claim, keep), limit)
@@ -180,14 +179,14 @@ def _commit(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
 def _discard(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     """Delete what was written for a step that is not published."""
     directory, claim = _place(message)
-    directory.discard(claim, number(message["step"]))
+    directory.backend.discard(claim, number(message["step"]))
     return {}
 
 
 def _clean(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     """Delete what earlier rounds have written and not published."""
     directory, claim = _place(message)
-    directory.clean(claim)
+    directory.backend.clean(claim)
     return {}
 
 

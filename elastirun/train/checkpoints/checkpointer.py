@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastirun.checkpoint.directory import open_directory
 from elastirun.checkpoint.image import Description
-from elastirun.checkpoint.objects import open_directory
 from elastirun.checkpoint.record import MAX_NUMBER
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError, TrainError

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from elastirun.checkpoint.backends.folder import Folder
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, clip, decode, encode
@@ -109,8 +110,8 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if os.path.isfile(os.path.join(path, COMMIT)):
         folder, name = os.path.split(os.path.abspath(path))
-        directory = Directory(folder)
-        found = directory.found(name)
+        directory = Directory(backend := Folder(folder))
+        found = backend.checkpoint(name)
         for damage in directory.verify(found):
             raise CheckpointError(f"{path} cannot be used: {damage}")
         put(Restorable(found.commit.step if found.commit else 0, name, _Published(directory, found)), state, rank, strict)
@@ -225,7 +226,7 @@ def _report(directory: Directory, found: Found, damages: Sequence[tuple[str, boo
         kept = "it stays, as if it were another tool's"
     elif any(lasting for _, lasting in damages):
         try:
-            kept = f"it is now {directory.set_aside(found)}"
+            kept = f"it is now {directory.backend.set_aside(found)}"
         except OSError as error:
             kept = f"it cannot be renamed: {error.strerror}"
     log.warning("the checkpoint %s/%s cannot be used: %s; %s; an older one is tried", directory.path, found.name, what, kept)
