@@ -48,6 +48,12 @@ def claim_name(fence: str, nonce: str) -> str:
     return f"{store}-{int(round)}-{nonce}"
 
 
+def round_of(fence: str) -> int:
+    """Return the round of a fence token; 0 without an agent."""
+    round = fence.rpartition(":")[2]
+    return int(round) if round.isdigit() else 0
+
+
 def is_claim(name: str) -> bool:
     return _CLAIM.fullmatch(name) is not None
 

@@ -56,6 +56,7 @@ MAX_KEEP = 1_000_000  # checkpoints
 MAX_LINE = 500  # characters of an error
 LIMIT = 30.0  # seconds until a failure is reported: longer than most restarts of a file server, shorter than most intervals of saves
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts; each pause is twice as long as the one before
+# What does not pass before somebody corrects a path or a permission.
 LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 LASTING |= {errno.EFBIG, errno.EINVAL}
 _T = TypeVar("_T")
@@ -149,7 +150,7 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
             directory.backend.sync(claim, step)
 
     try:
-        repeat(write_the_rest, _limit(message))
+        repeat(write_the_rest, float(message.get("limit", LIMIT)))
         if image.description() != description:
             raise CheckpointError(f"image {message['image']} changed while it was written")
     except BaseException:
@@ -160,7 +161,7 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
 
 def _commit(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     """Publish what all ranks have written, and delete old checkpoints."""
-    (directory, claim), limit = _place(message), _limit(message)
+    (directory, claim), limit = _place(message), float(message.get("limit", LIMIT))
     fields = dict(message["commit"])
     commit = Commit(**{"time": time.time(), **fields, "files": sums_from_lists(fields["files"])})
     keep = number(message["keep"], MAX_KEEP, 1)
@@ -198,18 +199,8 @@ def _place(message: Mapping[str, Any]) -> tuple[Directory, str]:
     return open_directory(url), claim
 
 
-def _limit(message: Mapping[str, Any]) -> float:
-    limit = message.get("limit", LIMIT)
-    return float(limit)
-
-
 Action = Callable[[Mapping[str, Any], list[Image]], dict[str, Any]]
 ACTIONS: dict[object, Action] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}
-
-
-def may_pass(error: OSError) -> bool:
-    """Return whether the same write may succeed later without anybody's correction of a path or a permission."""
-    return error.errno not in LASTING
 
 
 def repeat(
@@ -225,7 +216,7 @@ def repeat(
             return attempt()
         except OSError as error:
             end = now() + limit if end is None else end
-            if not may_pass(error) or now() + pause > end:
+            if error.errno in LASTING or now() + pause > end:
                 raise
         sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)

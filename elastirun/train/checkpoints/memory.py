@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from elastirun.checkpoint import memory_tier
 from elastirun.checkpoint.image import Image
+from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.ranks import Ranks
 from elastirun.train.checkpoints.reading import tensors_in
-from elastirun.train.checkpoints.staging import TENSORS, VALUES
-from elastirun.train.state.loading import items_of
-from elastirun.train.state.values import PER_RANK, Node, decode_values, join
+from elastirun.train.state.values import PER_RANK, Node, decode_values, items_of, join
 
 
 class SaveId(NamedTuple):
