@@ -25,14 +25,13 @@ from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.progress import at_step, saving
 from elastirun.train.checkpoints import restoring
-from elastirun.train.checkpoints.copies import verify_copies
 from elastirun.train.checkpoints.dcp import DcpFiles
 from elastirun.train.checkpoints.due import due
 from elastirun.train.checkpoints.memory import Memory
 from elastirun.train.checkpoints.publishing import Publisher, Save
-from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.ranks import Ranks, on_every_rank
 from elastirun.train.checkpoints.resources import END_LIMIT, CheckpointResources
-from elastirun.train.checkpoints.restoring import on_every_rank
+from elastirun.train.checkpoints.same_tensors import verify_same_tensors
 from elastirun.train.checkpoints.staging import IMAGES, MORE_IMAGES, Staging
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups.connections import live_sockets
@@ -271,7 +270,7 @@ class Checkpointer:
 
         everyones = map(decode, on_every_rank(self._ranks, take))
         made = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
-        verify_copies(flat, self._ranks)
+        verify_same_tensors(flat, self._ranks)
         self._plan = made
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json(), gpu)

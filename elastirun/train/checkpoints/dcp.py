@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from elastirun.checkpoint.record import clip, is_file_name, number
 from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Box, Chunk, SavedTensor, check_chunks, volume
 from elastirun.errors import CheckpointError
-from elastirun.train.checkpoints.reading import Open, Saved, check_targets, copies, files_in
+from elastirun.train.checkpoints.reading import Open, Saved, check_targets, copy_pairs, files_in
 from elastirun.train.state.layout import Plan
 from elastirun.train.state.loading import PREFIXES
 from elastirun.train.state.torch_zip import shell
@@ -131,7 +131,7 @@ class Foreign:
         """Copy the tensors into ``targets``, as ``reading.fill`` does."""
         missing = check_targets(self.tensors, targets, strict)
         with torch.no_grad():
-            for to, source in copies(self.tensors, self._read, targets):
+            for to, source in copy_pairs(self.tensors, self._read, targets):
                 to.copy_(source)
         return missing
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from elastirun.checkpoint.record import clip, is_file_name
 from elastirun.checkpoint.tensors import TENSORS, Box, Chunk, SavedTensor, common, decode_tensors, volume
 from elastirun.errors import CheckpointError
-from elastirun.train.checkpoints.copying import copy_all
+from elastirun.train.checkpoints.bulk_copy import copy_all
 from elastirun.train.sharded import is_sharded
 from elastirun.train.state.gc_pause import no_collection
 from elastirun.train.state.layout import local_box
@@ -71,7 +71,7 @@ def fill(saved: Mapping[str, Saved], content: Open, targets: Mapping[str, Tensor
     """
     missing = check_targets(saved, targets, strict)
     with torch.no_grad(), no_collection():
-        pairs = list(copies(saved, _Views(content), targets))
+        pairs = list(copy_pairs(saved, _Views(content), targets))
         copy_all([to for to, _ in pairs], [source for _, source in pairs])
     return missing
 
@@ -87,7 +87,7 @@ def check_targets(saved: Mapping[str, Saved], targets: Mapping[str, Tensor], str
     return missing
 
 
-def copies(saved: Mapping[str, Saved], read: Read, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def copy_pairs(saved: Mapping[str, Saved], read: Read, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (part of a target, what is to be copied there). ``read`` gives the content of a chunk."""
     for name, target in targets.items():
         if name not in saved:

@@ -145,22 +145,6 @@ def _load(
         log.warning("%s has what the state has no place for: %s%s", where, ", ".join(left[:5]), more)
 
 
-def on_every_rank(ranks: Ranks, work: Callable[[], str | None]) -> list[str]:
-    """Do ``work`` on every rank; return what it returned, in rank order, without None: an empty text.
-
-    If it raises CheckpointError on one rank, all raise the error of the first such rank.
-    """
-    try:
-        mine = "+" + (work() or "")
-    except CheckpointError as found:
-        mine = "-" + (str(found) or "failed")
-    everyones = ranks.gather_text(mine)
-    for rank, text in enumerate(everyones):
-        if text.startswith("-"):
-            raise CheckpointError(text[1:] if ranks.world_size == 1 else f"rank {rank}: {text[1:]}")
-    return [text[1:] for text in everyones]
-
-
 def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_older: Callable[[Commit], bool]) -> Found | None:
     """Return the newest checkpoint of which every file is as its record says; None if there is none.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastirun.checkpoint.image import Description, Image, round_up
 from elastirun.checkpoint.tensors import TENSORS, VALUES
-from elastirun.train.checkpoints.copying import copy_all, write
+from elastirun.train.checkpoints.bulk_copy import copy_all, write
 from elastirun.train.state.layout import ImageFiles
 from elastirun.train.state.tree import Flat
 
