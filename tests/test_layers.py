@@ -155,7 +155,7 @@ def test_every_module_keeps_to_its_layer() -> None:
         ("elastirun.train.ddp.module", "from elastirun.agent import spec"),
         ("elastirun.train.ddp.module", "import psutil"),
         ("elastirun.checkpoint.image", "def f():\n    import torch"),
-        ("elastirun.checkpoint.objects", "import fsspec"),
+        ("elastirun.checkpoint.backends.objects", "import fsspec"),
         ("elastirun.checkpoint.writer", "from elastirun.train import ddp"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("elastirun.train.checkpoints.staging", "from elastirun.checkpoint.image import Image"),
         ("elastirun.checkpoint.__main__", "import click"),
         ("elastirun.checkpoint.export", "def f():\n    import torch"),
-        ("elastirun.checkpoint.objects", "def f():\n    import fsspec"),
+        ("elastirun.checkpoint.backends.objects", "def f():\n    import fsspec"),
     ],
 )
 def test_an_allowed_import_is_not(module: str, source: str) -> None:

@@ -14,9 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from elastirun.checkpoint.claims import Found, is_step_name
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.export import export_file
-from elastirun.checkpoint.objects import open_directory
 from elastirun.checkpoint.record import clip, parse
 from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, decode_tensors
 from elastirun.errors import CheckpointError

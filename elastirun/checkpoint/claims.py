@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from elastirun.checkpoint.record import Commit, Damage
 
-STAGING, DEAD, DAMAGED = ".staging-", ".dead-", "damaged-"  # what the names of folders begin with
 MAX_NAME = 200  # characters of a folder's name that counts as ours
 
 _STEP = re.compile(r"step-([0-9]{8,15})(?:[.][0-9A-Za-z_.-]+)?")
@@ -22,11 +21,12 @@ _CLAIM = re.compile(r"([A-Za-z0-9_.]{1,64})-([0-9]{1,15})-([0-9a-f]{8,32})")
 
 @dataclass(frozen=True)
 class Found:
-    """One published checkpoint: the folder's name, and its record or what is wrong with that."""
+    """One published checkpoint: its name, and its record or what is wrong with that."""
 
     name: str
     commit: Commit | None
     damage: Damage | None = None
+    set_aside: bool = False  # damaged, and never counted again
 
 
 def step_name(step: int) -> str:
@@ -46,6 +46,12 @@ def claim_name(fence: str, nonce: str) -> str:
     if not _STORE.fullmatch(store):
         store = hashlib.sha256(store.encode(errors="replace")).hexdigest()[:16] if store else "alone"
     return f"{store}-{int(round)}-{nonce}"
+
+
+def round_of(fence: str) -> int:
+    """Return the round of a fence token; 0 without an agent."""
+    round = fence.rpartition(":")[2]
+    return int(round) if round.isdigit() else 0
 
 
 def is_claim(name: str) -> bool:

@@ -41,10 +41,9 @@ from typing import Any, NoReturn, TypeVar
 
 from elastirun import clock, linux
 from elastirun.checkpoint.claims import is_claim
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.messages import close_all, receive, send
-from elastirun.checkpoint.objects import open_directory
 from elastirun.checkpoint.record import Commit, FileSum, clip, is_file_name, number, sums_from_lists, text
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
 from elastirun.worker.current_round import is_current
@@ -57,6 +56,7 @@ MAX_KEEP = 1_000_000  # checkpoints
 MAX_LINE = 500  # characters of an error
 LIMIT = 30.0  # seconds until a failure is reported: longer than most restarts of a file server, shorter than most intervals of saves
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts; each pause is twice as long as the one before
+# What does not pass before somebody corrects a path or a permission.
 LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 LASTING |= {errno.EFBIG, errno.EINVAL}
 _T = TypeVar("_T")
@@ -143,32 +143,32 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
             if name not in files:
                 at, size = description.files[name]
                 with memoryview(image.memory) as memory, memory[at : at + size] as data:
-                    files[name] = directory.write(claim, step, name, data)
+                    files[name] = directory.backend.write(claim, step, name, data)
         for name, small in more.items():
-            files[name] = directory.write(claim, step, name, memoryview(small))
+            files[name] = directory.backend.write(claim, step, name, memoryview(small))
         if files:  # else another rank may not have made the folder yet
-            directory.sync(claim, step)
+            directory.backend.sync(claim, step)
 
     try:
-        repeat(write_the_rest, _limit(message))
+        repeat(write_the_rest, float(message.get("limit", LIMIT)))
         if image.description() != description:
             raise CheckpointError(f"image {message['image']} changed while it was written")
     except BaseException:
-        directory.discard(claim, step, [*description.write, *more])
+        directory.backend.discard(claim, step, [*description.write, *more])
         raise
     return {"save": description.save, "files": {name: [file.size, file.sha256, file.crc32] for name, file in files.items()}}
 
 
 def _commit(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     """Publish what all ranks have written, and delete old checkpoints."""
-    (directory, claim), limit = _place(message), _limit(message)
+    (directory, claim), limit = _place(message), float(message.get("limit", LIMIT))
     fields = dict(message["commit"])
     commit = Commit(**{"time": time.time(), **fields, "files": sums_from_lists(fields["files"])})
     keep = number(message["keep"], MAX_KEEP, 1)
     try:
         name = repeat(lambda: directory.publish(claim, commit, lambda: is_current(limit)), limit)
     except BaseException:
-        directory.discard(claim, commit.step)
+        directory.backend.discard(claim, commit.step)
         raise
     try:
         repeat(lambda: directory.prune(claim, keep), limit)
@@ -180,14 +180,14 @@ def _commit(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
 def _discard(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     """Delete what was written for a step that is not published."""
     directory, claim = _place(message)
-    directory.discard(claim, number(message["step"]))
+    directory.backend.discard(claim, number(message["step"]))
     return {}
 
 
 def _clean(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     """Delete what earlier rounds have written and not published."""
     directory, claim = _place(message)
-    directory.clean(claim)
+    directory.backend.clean(claim)
     return {}
 
 
@@ -199,18 +199,8 @@ def _place(message: Mapping[str, Any]) -> tuple[Directory, str]:
     return open_directory(url), claim
 
 
-def _limit(message: Mapping[str, Any]) -> float:
-    limit = message.get("limit", LIMIT)
-    return float(limit)
-
-
 Action = Callable[[Mapping[str, Any], list[Image]], dict[str, Any]]
 ACTIONS: dict[object, Action] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}
-
-
-def may_pass(error: OSError) -> bool:
-    """Return whether the same write may succeed later without anybody's correction of a path or a permission."""
-    return error.errno not in LASTING
 
 
 def repeat(
@@ -226,7 +216,7 @@ def repeat(
             return attempt()
         except OSError as error:
             end = now() + limit if end is None else end
-            if not may_pass(error) or now() + pause > end:
+            if error.errno in LASTING or now() + pause > end:
                 raise
         sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)

@@ -15,7 +15,7 @@ from elastirun.checkpoint.messages import close_all, receive, send
 from elastirun.errors import CheckpointError
 
 # -I -S: nothing but the standard library and this package is found, whatever the script's folder or PYTHONPATH holds, and the
-# start takes a few ten milliseconds. Storage libraries are found later (see objects.py).
+# start takes a few ten milliseconds. Storage libraries are found later (see backends/objects.py).
 CODE = "import sys; sys.path.append(sys.argv[1]); from elastirun.checkpoint import writer; writer.main(*map(int, sys.argv[2:]))"
 PATIENCE = 10.0  # seconds at the end for the request that the writer is at
 KILLED = 1.0  # seconds for the end of a writer that was killed

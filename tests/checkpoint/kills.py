@@ -1,6 +1,6 @@
 """Kills and freezes writer processes at random moments around their saves, and looks at what is left.
 
-    python -m tests.checkpoint.kills 1000 200      a thousand kills, two hundred stops
+python -m tests.checkpoint.kills 1000 200      a thousand kills, two hundred stops
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import open_directory
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import claimed, content, entries, image_of
@@ -31,7 +31,7 @@ def kills(path: Path, count: int, rng: random.Random) -> list[str]:
 
     Return what is wrong.
     """
-    directory, step, reported, wrong = Directory(str(path)), 0, 0, list[str]()
+    directory, step, reported, wrong = open_directory(str(path)), 0, 0, list[str]()
     images = {number: image_of(number, files=content(number, SIZE)) for number in (0, 1)}
     for round in range(1, count + 1):
         claim = claimed(directory, f"store:{round}")
@@ -89,7 +89,7 @@ def freezes(path: Path, count: int, rng: random.Random) -> tuple[int, list[str]]
 
     Whatever that claim has found must be what is there in the end. Return how many were stopped too early to publish, and what is wrong.
     """
-    directory, lost, wrong = Directory(str(path)), 0, list[str]()
+    directory, lost, wrong = open_directory(str(path)), 0, list[str]()
     for number in range(1, count + 1):
         claim = claimed(directory, f"store:{2 * number}")
         image, writer = image_of(number), WriterProcess()

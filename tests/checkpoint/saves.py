@@ -45,7 +45,7 @@ def commit_of(step: int, sequence: int, files: Mapping[str, FileSum], round: int
 def claimed(directory: Directory, fence: str) -> Claim:
     """Claim and clean ``directory``, as rank 0 and its writer do when a round begins."""
     claim = directory.claim(fence, yes)
-    directory.clean(claim.name)
+    directory.backend.clean(claim.name)
     return claim
 
 
@@ -56,8 +56,8 @@ def yes() -> bool:
 
 def stage(directory: Directory, claim: str, step: int, sequence: int) -> Commit:
     """Write the files of ``step`` aside; return the commit to publish."""
-    files = {name: directory.write(claim, step, name, memoryview(data)) for name, data in content(step).items()}
-    directory.sync(claim, step)
+    files = {name: directory.backend.write(claim, step, name, memoryview(data)) for name, data in content(step).items()}
+    directory.backend.sync(claim, step)
     return commit_of(step, sequence, files)
 
 

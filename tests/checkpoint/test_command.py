@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastirun.checkpoint.__main__ import main
-from elastirun.checkpoint.objects import open_directory
+from elastirun.checkpoint.directory import open_directory
 from elastirun.checkpoint.tensors import NAMES, Box, Chunk, SavedTensor, assemble, decode_tensors
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import FENCE, commit_of, yes
@@ -65,7 +65,7 @@ def publish(url: str, *steps: int, files: dict[str, bytes] = FILES) -> None:
     directory = open_directory(url)
     claim = directory.claim(FENCE.format(1), yes)
     for sequence, step in enumerate(steps, claim.sequence):
-        sums = {name: directory.write(claim.name, step, name, memoryview(data)) for name, data in files.items()}
+        sums = {name: directory.backend.write(claim.name, step, name, memoryview(data)) for name, data in files.items()}
         directory.publish(claim.name, commit_of(step, sequence, sums, round=1), yes)
 
 

@@ -1,7 +1,8 @@
-"""The directory on a file system: claims, publishing, verification, retention."""
+"""The directory on a file system: claims, publishing, verification, retention. test_backends.py has the rules that hold everywhere."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from elastirun.checkpoint import claims
+from elastirun.checkpoint.backends import folder
 from elastirun.checkpoint.claims import Found, claim_name, is_claim, is_newer, is_step_name, outdated
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.record import COMMIT, Damage
 from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
 from tests.checkpoint.saves import FENCE, claimed, commit_of, content, entries, save, stage, yes
@@ -72,7 +74,7 @@ def test_the_newest_remain() -> None:
 
 
 def test_a_checkpoint_is_published_whole(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path / "a" / "b"))
+    directory = open_directory(str(tmp_path / "a" / "b"))
     assert directory.scan() == []
     claim = claimed(directory, "")
     assert (claim.found, claim.sequence) == ([], 1)
@@ -90,7 +92,7 @@ def test_a_checkpoint_is_published_whole(tmp_path: Path) -> None:
 
 
 def test_newest_is_what_was_published_last_not_the_highest_step(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     name = claimed(directory, FENCE.format(1)).name
     published = [save(directory, name, step, n, keep=3) for n, step in enumerate((100, 200, 300, 100, 100), 1)]
     assert published[3:] == ["step-00000100.2", "step-00000100"]  # the former is there until the latter is published
@@ -102,7 +104,7 @@ def test_a_folder_of_another_tool_is_neither_counted_nor_touched(tmp_path: Path)
     (tmp_path / "step-00000100").mkdir()
     (tmp_path / "step-00000100" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / ".staging-mine").mkdir()
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     claim = claimed(directory, "")
     assert claim.found == [Found("step-00000100", None, Damage(COMMIT, "is missing"))] and claim.sequence == 1
     assert save(directory, claim.name, 100, 1, keep=1) == "step-00000100.2"
@@ -111,7 +113,7 @@ def test_a_folder_of_another_tool_is_neither_counted_nor_touched(tmp_path: Path)
 
 
 def test_nothing_is_published_once_the_round_is_over(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     name = claimed(directory, FENCE.format(1)).name
     with pytest.raises(ClaimLost, match="another round"):
         save(directory, name, 100, 1, current=no)
@@ -125,7 +127,7 @@ def test_nothing_is_published_once_the_round_is_over(tmp_path: Path) -> None:
 
 
 def test_whether_the_round_is_current_is_asked_when_all_is_written(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     name = claimed(directory, FENCE.format(1)).name
     commit = stage(directory, name, 100, 1)
 
@@ -137,7 +139,7 @@ def test_whether_the_round_is_current_is_asked_when_all_is_written(tmp_path: Pat
 
 
 def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     old = claimed(directory, FENCE.format(1)).name
     for n in (1, 2):
         save(directory, old, n, n)
@@ -152,14 +154,14 @@ def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(tmp_path: P
         directory.prune(old, 1)
     with pytest.raises(ClaimLost, match="a later round"):
         claimed(directory, FENCE.format(1))
-    directory.discard(old, 3)
+    directory.backend.discard(old, 3)
     assert directory.scan() == new.found
     assert entries(tmp_path) == [f".staging-{new.name}", "step-00000001", "step-00000002"]
 
 
 def test_a_publisher_that_freezes_before_its_rename_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     for n in range(1, 201):
         old = claimed(directory, FENCE.format(2 * n)).name
         newer = []
@@ -175,7 +177,7 @@ def test_a_publisher_that_freezes_before_its_rename_publishes_nothing(tmp_path: 
 
 def test_a_client_that_still_knows_the_staging_folder_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of a network file system may rename by a handle of the folder, which a rename of the folder does not change."""
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     old = claimed(directory, FENCE.format(1)).name
     stage(directory, old, 1, 1)
     handle = os.open(tmp_path / f".staging-{old}", os.O_RDONLY)
@@ -187,7 +189,7 @@ def test_a_client_that_still_knows_the_staging_folder_publishes_nothing(tmp_path
 
 
 def test_of_claims_at_the_same_time_one_counts_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, mkdir = Directory(str(tmp_path)), os.mkdir
+    directory, mkdir = open_directory(str(tmp_path)), os.mkdir
     late: list[str] = []
 
     def pause(path: str, *mode: int) -> None:
@@ -203,7 +205,7 @@ def test_of_claims_at_the_same_time_one_counts_at_most(tmp_path: Path, monkeypat
 
 
 def test_what_a_claim_has_left_half_done_the_next_one_ends(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     old = claimed(directory, FENCE.format(1)).name
     save(directory, old, 1, 1)
     stage(directory, old, 2, 2)
@@ -212,40 +214,19 @@ def test_what_a_claim_has_left_half_done_the_next_one_ends(tmp_path: Path) -> No
     assert entries(tmp_path) == [f".staging-{new.name}", "step-00000001"]
 
 
-def test_a_missing_or_short_file_is_not_published(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
-    name = claimed(directory, FENCE.format(1)).name
-    commit, staged = stage(directory, name, 1, 1), tmp_path / f".staging-{name}" / "step-00000001"
-    os.truncate(staged / "__0_0.distcp", 10)
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 10 bytes, its rank has written 4192"):
-        directory.publish(name, commit, yes)
-    (staged / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp is missing: is the directory the same one on every node\?"):
-        directory.publish(name, commit, yes)
-    assert directory.scan() == []
-
-
 def test_what_no_rank_has_reported_is_not_published(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     name = claimed(directory, FENCE.format(1)).name
-    directory.write(name, 1, "left.over", memoryview(b"x"))
+    directory.backend.write(name, 1, "left.over", memoryview(b"x"))
     save(directory, name, 1, 1)
     assert entries(tmp_path / "step-00000001") == sorted([*content(1), COMMIT])
-
-
-def test_publishing_again_after_a_lost_answer_is_the_same_checkpoint(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
-    name = claimed(directory, FENCE.format(1)).name
-    commit = stage(directory, name, 1, 1)
-    assert directory.publish(name, commit, yes) == directory.publish(name, commit, yes) == "step-00000001"
-    assert steps(directory) == [1]
 
 
 # -- verification --------------------------------------------------------------------------------------------------------------
 
 
 def published(path: Path) -> tuple[Directory, Found]:
-    directory = Directory(str(path))
+    directory = open_directory(str(path))
     save(directory, claimed(directory, FENCE.format(1)).name, 1, 1)
     return directory, directory.scan()[0]
 
@@ -274,7 +255,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     assert [damage] == list(directory.verify(found)) and (kind == "flipped") == (not [*directory.verify(found, look="size")])
     assert re.fullmatch(f"__0_0.distcp: {message}", str(damage)) and damage.lasting
     assert list(directory.verify(found, {"tensors.json"})) == []
-    assert directory.set_aside(found) == f"damaged-{found.name}"
+    assert directory.backend.set_aside(found) == f"damaged-{found.name}"
     assert directory.scan() == [] and claimed(directory, FENCE.format(2)).sequence == 2
 
 
@@ -292,8 +273,10 @@ def test_a_file_that_cannot_be_read_now_is_no_lasting_damage(tmp_path: Path, mon
     def fails(*arguments: object) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "read", fails)
-    monkeypatch.setattr(os, "readv", fails)
+    class Unreadable(io.FileIO):
+        read = fails  # type: ignore[assignment]
+
+    monkeypatch.setattr(folder, "open_regular", Unreadable)
     damages = list(directory.verify(found))
     (again,) = directory.scan()
     monkeypatch.undo()
@@ -305,15 +288,15 @@ def test_a_file_that_cannot_be_read_now_is_no_lasting_damage(tmp_path: Path, mon
 
 HOLDER = """
 import sys
-from elastirun.checkpoint.directory import Directory
-claim = Directory(sys.argv[1]).claim("")
+from elastirun.checkpoint.directory import Directory, open_directory
+claim = open_directory(sys.argv[1]).claim("")
 print("claimed", flush=True)
 sys.stdin.read()
 """
 
 
 def test_a_directory_that_another_process_writes_is_refused(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as holder:
         assert holder.stdout and holder.stdout.readline() == b"claimed\n"
@@ -328,7 +311,7 @@ def test_a_directory_that_another_process_writes_is_refused(tmp_path: Path) -> N
 
 
 def test_a_fork_does_not_keep_the_directory_locked(tmp_path: Path) -> None:
-    directory, (read, write) = Directory(str(tmp_path)), os.pipe()
+    directory, (read, write) = open_directory(str(tmp_path)), os.pipe()
     if not (holder := os.fork()):
         try:
             directory.claim("")
@@ -346,7 +329,7 @@ def test_a_fork_does_not_keep_the_directory_locked(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        Directory(str(tmp_path / "file" / "x")).claim("")
-    assert Directory(str(tmp_path / "none")).scan() == []
+        open_directory(str(tmp_path / "file" / "x")).claim("")
+    assert open_directory(str(tmp_path / "none")).scan() == []
     assert claims.next_sequence([]) == 1
     shutil.rmtree(tmp_path)

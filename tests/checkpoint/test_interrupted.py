@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.writer import answer
 from elastirun.errors import ClaimLost
@@ -28,7 +28,7 @@ KEEP = 2
 
 def prepared(path: Path) -> tuple[Directory, str]:
     """A directory with the steps 1 and 2, and the claim of round 1 on it."""
-    directory = Directory(str(path))
+    directory = open_directory(str(path))
     claim = claimed(directory, FENCE.format(1)).name
     for n in (1, 2):
         save(directory, claim, n, n, KEEP)
@@ -70,7 +70,7 @@ def a_save(directory: Directory, claim: str) -> object:
 
 
 def a_claim(directory: Directory, claim: str) -> object:
-    directory.write(claim, 3, "half", memoryview(b"x"))
+    directory.backend.write(claim, 3, "half", memoryview(b"x"))
     return claimed(directory, FENCE.format(2))
 
 

@@ -12,37 +12,46 @@ __all__ = ["copy"]  # the fixture
 mutant = mutants_in("elastirun/checkpoint", "tests/checkpoint")
 LATER = "what_a_later_round_has_claimed_an_earlier_one_cannot_change"
 ORDER = "the_order_of_the_calls_survives_a_loss_of_power"
-RECORD, NAMES = "write_small(os.path.join(staged, COMMIT), record)\n", "sync_folder(staged)\n"
+RECORD, NAMES = "write_small(os.path.join(staged, COMMIT), encode(commit))\n", "sync_folder(staged)\n"
+AT = " " * 16
 MUTANTS = (
     # the fence
     mutant(
         "a claim renames the staging folders of earlier rounds away",
-        *("directory", "is_claim(name[len(STAGING) :])]", "name[len(STAGING) :] == mine]"),
+        *(
+            "backends/folder",
+            "        claims = self._claims(STAGING)\n",
+            "        claims = [mine] if mine in self._claims(STAGING) else []\n",
+        ),
         *("directory", "a_publisher_that_freezes_before_its_rename_publishes_nothing"),
     ),
     mutant(
         "a staging folder is made by its claim only",
-        *("directory", "                os.mkdir(folder)\n", "                os.makedirs(folder)\n"),
+        *("backends/folder", "                os.mkdir(folder)\n", "                os.makedirs(folder)\n"),
         *("directory", LATER),
     ),
     mutant(
         "an earlier round does not claim what a later one has",
-        *("directory", "if later := [other for other in claims if is_newer(other, mine)]:", "if later := list[str]():"),
+        *("backends/folder", "if later := [other for other in claims if is_newer(other, mine)]:", "if later := list[str]():"),
         *("directory", LATER),
     ),
     mutant(
         "a claim looks again when it has made its folder",
-        *("directory", "while (claims := self._sweep(name)) != [name]:", "while (claims := [name]) != [name]:"),
+        *("backends/folder", "while (claims := self._sweep(claim)) != [claim]:", "while (claims := [claim]) != [claim]:"),
         *("directory", "of_claims_at_the_same_time_one_counts_at_most"),
     ),
     mutant(
         "what was staged cannot be renamed by its former folder",
-        *("directory", 'os.path.join(dead, f"dead-{name}"))', "os.path.join(dead, name))"),
+        *("backends/folder", 'os.path.join(dead, f"dead-{name}"))', "os.path.join(dead, name))"),
         *("directory", "a_client_that_still_knows_the_staging_folder_publishes_nothing"),
     ),
     mutant(
         "deletion goes through the staging folder",
-        *("directory", 'self._rename(one.name, os.path.join(staging, f"dead-{one.name}"))', 'self._rename(one.name, f".dead-{one.name}")'),
+        *(
+            "backends/folder",
+            'self._rename(one.name, os.path.join(staging, f"dead-{one.name}"))',
+            'self._rename(one.name, f".dead-{one.name}")',
+        ),
         *("directory", LATER),
     ),
     mutant(
@@ -57,48 +66,52 @@ MUTANTS = (
     ),
     mutant(
         "one process writes a directory without an agent",
-        *("directory", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
+        *("backends/folder", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
         *("directory", "a_directory_that_another_process_writes_is_refused"),
     ),
     mutant(
         "an entry of the log is put where none is",
-        *("objects", 'self._pipe(path, data, "create")', "self._pipe(path, data)"),
+        *("backends/objects", 'self._pipe(path, data, "create")', "self._pipe(path, data)"),
         *("objects", "a_publisher_that_freezes_before_its_put_publishes_nothing[memory]"),
     ),
     mutant(
         "who is not the last to claim deletes nothing",
-        *("objects", "self._check_holder(claim, entries)  # else", "pass  # else"),
-        *("objects", "an_earlier_round_that_cleans_late_deletes_nothing_of_a_later_one[memory]"),
+        *("backends/objects", 'self._check_holder(claim, claims.get(max(entries, default=0), ""))  # else', "pass  # else"),
+        *("backends", "an_earlier_round_that_cleans_late_deletes_nothing_of_a_later_one[memory]"),
     ),
     mutant(
         "the log has no gaps",
-        *("objects", "self._put(last + 1, encode(replace(commit, sequence=last + 1)))", "self._put(commit.sequence, encode(commit))"),
+        *(
+            "backends/objects",
+            "self._put(last + 1, encode(replace(commit, sequence=last + 1)))",
+            "self._put(commit.sequence, encode(commit))",
+        ),
         *("objects", "a_gap_in_the_numbers_of_the_trainer_is_none_in_the_log[memory]"),
     ),
     # the order in which the disk has the files, so that a loss of power leaves whole checkpoints
     mutant(
         "files are durable before the record",
-        *("files", "            at = end\n        os.fsync(fd)\n", "            at = end\n"),
+        *("backends/files", "            at = end\n        os.fsync(fd)\n", "            at = end\n"),
         *("interrupted", ORDER),
     ),
     mutant(
         "the record is durable before the rename",
-        *("files", "at += os.write(fd, data[at:])\n        os.fsync(fd)\n", "at += os.write(fd, data[at:])\n"),
+        *("backends/files", "at += os.write(fd, data[at:])\n        os.fsync(fd)\n", "at += os.write(fd, data[at:])\n"),
         *("interrupted", ORDER),
     ),
     mutant(
         "the names are durable before the rename",
-        *("directory", "            sync_folder(staged)\n            check_current", "            check_current"),
+        *("backends/folder", "                sync_folder(staged)\n", ""),
         *("interrupted", ORDER),
     ),
     mutant(
         "the rename is durable before old checkpoints are deleted",
-        *("directory", "step_name(commit.step))\n        sync_folder(self.path)\n", "step_name(commit.step))\n"),
+        *("backends/folder", "step_name(commit.step))\n        sync_folder(self.path)\n", "step_name(commit.step))\n"),
         *("interrupted", ORDER),
     ),
     mutant(
         "the record comes last",
-        *("directory", f"            {RECORD}            {NAMES}", f"            {NAMES}            {RECORD}"),
+        *("backends/folder", f"{AT}{RECORD}{AT}{NAMES}", f"{AT}{NAMES}{AT}{RECORD}"),
         *("interrupted", ORDER),
     ),
     # which checkpoint counts, and which is deleted
@@ -120,12 +133,12 @@ MUTANTS = (
     ),
     mutant(
         "a read error is no damage for ever",
-        *("files", 'strerror}", lasting=False)\n    finally', 'strerror}")\n    finally'),
+        *("directory", '{_reason(error)}", lasting=False)', '{_reason(error)}")'),
         *("directory", "a_file_that_cannot_be_read_now_is_no_lasting_damage"),
     ),
     mutant(
         "a file that no rank reported is not published",
-        *("directory", "os.unlink(os.path.join(staged, name))", "os.path.join(staged, name)"),
+        *("directory", "self.backend.discard(claim, commit.step, sizes", "(lambda *_: None)(claim, commit.step, sizes"),
         *("directory", "what_no_rank_has_reported_is_not_published"),
     ),
     mutant(
@@ -156,7 +169,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank whose write failed leaves no files",
-        *("writer", "directory.discard(claim, step, [*description.write, *more])", "pass"),
+        *("writer", "directory.backend.discard(claim, step, [*description.write, *more])", "pass"),
         *("writer", "a_write_that_fails_leaves_nothing_of_this_rank"),
     ),
 )

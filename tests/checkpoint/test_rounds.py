@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import open_directory
 from elastirun.errors import ClaimLost
 from tests.agent.test_round_check import asks
 from tests.checkpoint.saves import save, stage, yes
@@ -18,7 +18,7 @@ def test_a_checkpoint_of_a_node_that_was_frozen_after_its_question_is_never_publ
         nodes.agent(i, "--expire=1", nnodes="1:2")
     both, frozen = nodes.round(2), nodes.agents[1]
     stale = next(worker for worker in both if worker.env["GROUP_RANK"] == "1")
-    directory = Directory(str(nodes.tmp_path / "checkpoints"))
+    directory = open_directory(str(nodes.tmp_path / "checkpoints"))
     old = directory.claim(stale.env["ELASTIRUN_FENCE"], lambda: asks(stale))
     assert save(directory, old.name, 1, old.sequence, current=lambda: asks(stale)) == "step-00000001"
     commit = stage(directory, old.name, 2, old.sequence + 1)

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from elastirun.checkpoint import directory as directory_module
-from elastirun.checkpoint.directory import Directory
-from elastirun.checkpoint.files import CHUNK, check_file, write_file
+from elastirun.checkpoint.backends import folder as folder_module
+from elastirun.checkpoint.backends.files import CHUNK, write_file
+from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.image import PAGE, Image
-from elastirun.checkpoint.record import FileSum, Look
+from elastirun.checkpoint.record import FileSum
 from elastirun.checkpoint.writer import NICE, answer, repeat, serve
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
@@ -49,7 +49,7 @@ def commit_message(path: Path, claim: str, step: int, sequence: int, files: Any,
 
 
 def test_images_are_written_and_published(tmp_path: Path, writer: WriterProcess) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     claim = directory.claim("")
     images = [image_of(1, save=1), image_of(2, save=2)]
     writer.request({"do": "images"}, [image.fd for image in images])
@@ -162,7 +162,7 @@ def test_a_bad_request_is_answered_in_one_line(message: dict[str, Any], error: s
 
 
 def test_what_an_earlier_round_has_not_published_is_deleted_on_request(tmp_path: Path) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     stage(directory, directory.claim(FENCE.format(1), yes).name, 1, 1)
     claim = directory.claim(FENCE.format(2), yes).name
     assert len(entries(tmp_path)) == 2
@@ -171,7 +171,7 @@ def test_what_an_earlier_round_has_not_published_is_deleted_on_request(tmp_path:
 
 
 def test_an_image_that_is_not_complete_is_not_written(tmp_path: Path) -> None:
-    image, directory = image_of(1), Directory(str(tmp_path))
+    image, directory = image_of(1), open_directory(str(tmp_path))
     claim = claimed(directory, FENCE.format(1)).name
     image.begin()
     reply = answer({"do": "write", "image": 0, "directory": str(tmp_path), "claim": claim}, [], [image])
@@ -180,7 +180,7 @@ def test_an_image_that_is_not_complete_is_not_written(tmp_path: Path) -> None:
 
 
 def test_an_image_that_changes_while_it_is_written_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image, directory = image_of(1), Directory(str(tmp_path))
+    image, directory = image_of(1), open_directory(str(tmp_path))
     claim = claimed(directory, FENCE.format(1)).name
     description = image.description()
     assert description
@@ -189,7 +189,7 @@ def test_an_image_that_changes_while_it_is_written_does_not_count(tmp_path: Path
         image.begin()
         image.finish(replace(description, save=2))
 
-    monkeypatch.setattr(directory_module, "sync_folder", changes)
+    monkeypatch.setattr(folder_module, "sync_folder", changes)
     reply = answer({"do": "write", "image": 0, "directory": str(tmp_path), "claim": claim}, [], [image])
     assert reply["error"] == "image 0 changed while it was written" and entries(tmp_path / f".staging-{claim}" / "step-00000001") == []
     image.close()
@@ -208,7 +208,7 @@ def test_descriptors_that_are_no_images_are_closed() -> None:
 
 
 def test_a_lost_claim_is_said(tmp_path: Path) -> None:
-    image, directory = image_of(1), Directory(str(tmp_path))
+    image, directory = image_of(1), open_directory(str(tmp_path))
     old = claimed(directory, FENCE.format(1)).name
     written = answer({"do": "write", "image": 0, "directory": str(tmp_path), "claim": old}, [], [image])
     new = claimed(directory, FENCE.format(2)).name
@@ -223,9 +223,9 @@ def test_a_lost_claim_is_said(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing_of_this_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image, directory = image_of(1), Directory(str(tmp_path))
+    image, directory = image_of(1), open_directory(str(tmp_path))
     claim, pwrite = claimed(directory, FENCE.format(1)).name, os.pwrite
-    directory.write(claim, 1, "of-another-rank", memoryview(b"x"))
+    directory.backend.write(claim, 1, "of-another-rank", memoryview(b"x"))
 
     def full(fd: int, data: memoryview, at: int) -> int:
         if at:
@@ -243,10 +243,10 @@ def test_a_write_that_fails_leaves_nothing_of_this_rank(tmp_path: Path, monkeypa
 
 
 def test_old_checkpoints_that_cannot_be_deleted_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = Directory(str(tmp_path))
+    directory = open_directory(str(tmp_path))
     claim = claimed(directory, FENCE.format(1)).name
     monkeypatch.setattr(Directory, "prune", lambda *arguments: os.rmdir("/proc/1"))
-    files = {"a": directory.write(claim, 1, "a", memoryview(b"x"))}
+    files = {"a": directory.backend.write(claim, 1, "a", memoryview(b"x"))}
     reply = answer(commit_message(tmp_path, claim, 1, 1, {"a": [1, files["a"].sha256, files["a"].crc32]}, limit=0), [], [])
     assert reply["name"] == "step-00000001" and reply["warning"].startswith("old checkpoints are not deleted: /proc/1: ")
 
@@ -291,6 +291,4 @@ def test_a_file_has_its_bytes_whatever_its_size_and_place(
         found = write_file(path, data)
         assert (tmp_path / "x").read_bytes() == data
     assert found == FileSum(size, hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest(), zlib.crc32((tmp_path / "x").read_bytes()))
-    looks: tuple[Look, ...] = ("size", "crc32", "sha256")
-    assert [check_file(path, "x", found, look) for look in looks] == [None] * 3
     image.close()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastirun.train.checkpoints.reading import Folder, fill, tensors_in
+from elastirun.train.checkpoints.reading import files_in, fill, tensors_in
 from elastirun.train.state.layout import Plan, decode, encode, image_files, pieces, plan
 from elastirun.train.state.loading import load, targets
 from elastirun.train.state.tree import flatten
@@ -48,5 +48,5 @@ def read(folder: Path, state: Mapping[str, Any], strict: bool = True) -> dict[st
     tree = decode_values((folder / "values.json").read_bytes())
     saved = tensors_in((folder / "tensors.json").read_bytes())
     found = targets(state, tree, saved, rank, strict)
-    fill(saved, Folder(folder), found, strict)
+    fill(saved, files_in(folder), found, strict)
     return load(state, tree, found, rank, strict)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import open_directory
 from tests.support.children import children
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd
@@ -139,7 +139,7 @@ class Job:
 
     def steps(self) -> list[int]:
         """The steps of the published checkpoints, the newest first."""
-        return [one.commit.step for one in Directory(str(self.directory)).scan() if one.commit]
+        return [one.commit.step for one in open_directory(str(self.directory)).scan() if one.commit]
 
 
 class Lines:
@@ -253,7 +253,7 @@ class Story:
         step, source = restored(workers)
         lowest, highest = min(max(steps, default=0) for steps in told), max(max(steps, default=0) for steps in told)
         names = settled(self.job.directory)
-        directory = Directory(str(self.job.directory))
+        directory = open_directory(str(self.job.directory))
         wrong = unless(
             (step is not None and lowest <= step <= highest + 1, f"{step} is not from {lowest} on; {workers[0].env['lines']}"),
             (sum(name.startswith(".staging-") for name in names) == 1, f"not one staging folder: {names}"),
@@ -366,7 +366,7 @@ class Freezes(Story):
                 time.sleep(0.2)
 
     def published(self, fence: str) -> set[str]:
-        return {one.name for one in Directory(str(self.job.directory)).scan() if one.commit and one.commit.fence == fence}
+        return {one.name for one in open_directory(str(self.job.directory)).scan() if one.commit and one.commit.fence == fence}
 
 
 def stop(pids: list[int]) -> None:

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import open_directory
 from tests.agent.test_net import cannot_unshare
 from tests.support.cluster import PATIENCE, Cluster
 from tests.support.until import until
@@ -118,7 +118,7 @@ def test_training_goes_on_without_room_on_the_disk_and_what_is_saved_later_is_pu
     tell(workers, "train 1")
     tell(workers, "end")
     assert nodes.ends(agent) == 0
-    found = Directory(str(directory))
+    found = open_directory(str(directory))
     assert [one.commit.step for one in found.scan() if one.commit][0] == 7
     assert not [damage for one in found.scan() for damage in found.verify(one)]
     os.close(inside)

@@ -50,7 +50,7 @@ def ordered(value: dict[str, Any]) -> dict[str, Any]:
 def write_all(folder: Path, state: dict[str, Any]) -> None:
     """Write what a checkpoint has, the files for DCP as well."""
     made = write(folder, state)
-    metadata, values = DcpFiles(made).encode(flatten(state).tree)
+    metadata, values = DcpFiles(made).encode(flatten(state).tree).values()
     (folder / METADATA).write_bytes(metadata)
     (folder / VALUES).write_bytes(values)
 
@@ -109,10 +109,10 @@ def test_values_may_change_without_a_new_description_until_they_do_not_fit(tmp_p
     model, optimizer = trained()
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "epoch": 3, "flag": True, "notes": "short"}
     files = DcpFiles(write(tmp_path, state))
-    first, _ = files.encode(flatten(state).tree)
+    first, _ = files.encode(flatten(state).tree).values()
     for change in ({"epoch": 70_000}, {"flag": 1}, {"notes": "long" * 99}, {"more": [1, 2]}):
         state |= change
-        metadata, values = files.encode(flatten(state).tree)
+        metadata, values = files.encode(flatten(state).tree).values()
         assert (metadata == first) == ("epoch" in change or "flag" in change)
         (tmp_path / METADATA).write_bytes(metadata)
         (tmp_path / VALUES).write_bytes(values)

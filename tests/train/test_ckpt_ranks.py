@@ -11,8 +11,7 @@ import torch
 from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer
 from elastirun.train.checkpoints import restoring
-from elastirun.train.checkpoints.ranks import SHORT, Ranks
-from elastirun.train.checkpoints.restoring import on_every_rank
+from elastirun.train.checkpoints.ranks import SHORT, Ranks, on_every_rank
 from tests.support import worlds
 
 LENGTHS = [(0, 0), (1, 0), (SHORT - 8, 3), (SHORT - 7, SHORT - 8), (0, SHORT - 7), (2 * SHORT, 1), (70_000, SHORT)]  # of ranks 0 and 1

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from elastirun.train import TrainError
-from elastirun.train.checkpoints.reading import Folder, fill, tensors_in
+from elastirun.train.checkpoints.reading import files_in, fill, tensors_in
 from elastirun.train.state import layout
 from elastirun.train.state.layout import pieces
 from elastirun.train.state.per_rank import PerRank
@@ -163,7 +163,7 @@ def saved_in(folder: Path, **tensors: Tensor) -> Any:
 def test_floats_are_converted_and_nothing_else_is(tmp_path: Path) -> None:
     saved = saved_in(tmp_path, a=torch.tensor([1.5, 2.0]), b=torch.tensor([3]), c=torch.ones(2, 3))
     half = torch.zeros(2, dtype=torch.bfloat16)
-    assert fill(saved, Folder(tmp_path), {"a": half, "x": torch.zeros(1)}, strict=False) == ["x"] and half.tolist() == [1.5, 2.0]
+    assert fill(saved, files_in(tmp_path), {"a": half, "x": torch.zeros(1)}, strict=False) == ["x"] and half.tolist() == [1.5, 2.0]
     for name, target, text in (
         ("b", torch.zeros(1), r"b is torch\.int64 in the checkpoint, and torch\.float32 here"),
         ("a", torch.zeros(2, dtype=torch.int64), r"a is torch\.float32 in the checkpoint"),
@@ -173,7 +173,7 @@ def test_floats_are_converted_and_nothing_else_is(tmp_path: Path) -> None:
     ):
         other = torch.zeros(2)
         with pytest.raises(TrainError, match=text):
-            fill(saved, Folder(tmp_path), {"a": other, name: target})
+            fill(saved, files_in(tmp_path), {"a": other, name: target})
         assert not other.any()  # nothing was changed
 
 
@@ -194,7 +194,7 @@ def test_files_of_other_folders_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x")
     for name in ("../secret", str(tmp_path / "secret"), "", ".", "a/../../secret", "commit.json"):
         with pytest.raises(TrainError, match=r"is not the name of a file"):
-            Folder(tmp_path / "inner").open(name)
+            files_in(tmp_path / "inner")(name)
 
 
 def change(*path: Any, to: Any) -> Callable[[Any], None]:
@@ -215,7 +215,7 @@ def test_data_at_any_byte_are_read(tmp_path: Path) -> None:
     chunk = {"offsets": [0, 0], "sizes": [2, 3], "file": "file", "at": 3, "nbytes": 24}
     saved = tensors_in(json.dumps({"a": {"dtype": "float32", "shape": [2, 3], "chunks": [chunk]}}).encode())
     target = torch.zeros(2, 3)
-    fill(saved, Folder(tmp_path), {"a": target})
+    fill(saved, files_in(tmp_path), {"a": target})
     assert torch.equal(target, data)
 
 
@@ -252,7 +252,7 @@ def test_a_description_that_lies_is_refused(lie: Callable[[Any], None], tmp_path
     lie(plain)
     target = torch.zeros(3, 4)
     with pytest.raises((TrainError, FileNotFoundError)):
-        fill(tensors_in(json.dumps(plain).encode()), Folder(tmp_path), {"a": target})
+        fill(tensors_in(json.dumps(plain).encode()), files_in(tmp_path), {"a": target})
     assert not target.any()
 
 
@@ -266,7 +266,7 @@ def test_random_bytes_are_refused_or_read(tmp_path: Path) -> None:
             broken[rng.randrange(len(broken))] = rng.choice(b'0123456789-.[]{}",:ex\xff')
         target = torch.zeros(3, 4)
         try:
-            fill(tensors_in(bytes(broken)), Folder(tmp_path), {"a": target})
+            fill(tensors_in(bytes(broken)), files_in(tmp_path), {"a": target})
         except (TrainError, OSError):
             assert not target.any()
 
@@ -278,4 +278,4 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     for size in (0, 100, 4096, saved["a"].chunks[0].at + saved["a"].chunks[0].nbytes - 1):
         file.write_bytes(whole_file[:size])
         with pytest.raises(TrainError, match=rf"{file.name} has {size} bytes, and a tensor's data should end at"):
-            fill(saved, Folder(tmp_path), {"a": torch.zeros(300, 400)})
+            fill(saved, files_in(tmp_path), {"a": torch.zeros(300, 400)})

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from elastirun.checkpoint import memory_tier
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up
 from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer, PerRank
@@ -394,7 +394,7 @@ def test_of_equal_ones_memory_counts_unless_it_has_lost_something(tmp_path: Path
 
 def publish(path: Path, step: int) -> Directory:
     """Publish as round 1 of the job "store"."""
-    directory = Directory(str(path))
+    directory = open_directory(str(path))
     claim = directory.claim("store:1", yes)
     commit = stage(directory, claim.name, step, claim.sequence)
     directory.publish(claim.name, replace(commit, fence="store:1", round=1), yes)

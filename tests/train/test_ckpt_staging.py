@@ -13,7 +13,7 @@ import torch
 
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up
 from elastirun.train.checkpoints import staging
-from elastirun.train.checkpoints.copying import LARGE, write
+from elastirun.train.checkpoints.bulk_copy import LARGE, write
 from elastirun.train.checkpoints.staging import Staging
 from elastirun.train.state.layout import ImageFiles, Raw
 from elastirun.train.state.tree import Flat

@@ -39,7 +39,7 @@ from elastirun.train import (
     TrainState,
 )
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train.checkpoints.copies import compare, samples
+from elastirun.train.checkpoints.same_tensors import compare, samples
 from elastirun.train.state.tree import Flat
 from tests.support.worlds import Died, run
 

@@ -950,7 +950,7 @@ MUTANTS = (
     ),
     mutant(
         "an error of one rank is that of all",
-        *("checkpoints/restoring", '        if text.startswith("-"):', '        if text.startswith("-") and rank == ranks.rank:'),
+        *("checkpoints/ranks", '        if text.startswith("-"):', '        if text.startswith("-") and rank == ranks.rank:'),
         *("ckpt_ranks", "an_error_of_one_rank_is_that_of_all_and_results_are_shared"),
     ),
     mutant(

@@ -16,23 +16,23 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastirun.checkpoint.claims import round_of
+from elastirun.checkpoint.directory import open_directory
 from elastirun.checkpoint.image import Description
-from elastirun.checkpoint.objects import open_directory
 from elastirun.checkpoint.record import MAX_NUMBER
+from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.progress import at_step, saving
 from elastirun.train.checkpoints import restoring
-from elastirun.train.checkpoints.copies import verify_copies
-from elastirun.train.checkpoints.dcp import METADATA, DcpFiles
-from elastirun.train.checkpoints.dcp import VALUES as DCP_VALUES
+from elastirun.train.checkpoints.dcp import DcpFiles
 from elastirun.train.checkpoints.due import due
 from elastirun.train.checkpoints.memory import Memory
 from elastirun.train.checkpoints.publishing import Publisher, Save
-from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.ranks import Ranks, on_every_rank
 from elastirun.train.checkpoints.resources import END_LIMIT, CheckpointResources
-from elastirun.train.checkpoints.restoring import on_every_rank
-from elastirun.train.checkpoints.staging import IMAGES, MORE_IMAGES, TENSORS, VALUES, Staging
+from elastirun.train.checkpoints.same_tensors import verify_same_tensors
+from elastirun.train.checkpoints.staging import IMAGES, MORE_IMAGES, Staging
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.state.layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
@@ -187,7 +187,6 @@ class Checkpointer:
         self._number, self._saves = self._number + 1, self._saves + 1
         if self._saves == 2:  # all ranks have come here, so all have filled an image in this round
             self._opened.publisher.submit(self._memory.drop_others)
-        round = self._fence.rpartition(":")[2]
         self._staging.fill(
             which,
             flat,
@@ -196,7 +195,7 @@ class Checkpointer:
                 save=self._number,
                 step=step,
                 fence=self._fence,
-                round=int(round) if round.isdigit() else 0,
+                round=round_of(self._fence),
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
                 files={},
@@ -209,7 +208,7 @@ class Checkpointer:
         if why := self._memory.keep(which, image):
             log.warning("the agent does not keep the copy in memory: %s", why)
         if on_disk:
-            self._last = self._by_image[which] = Save(self._number, step, which, partial(_files_for_dcp, self._dcp, flat.tree))
+            self._last = self._by_image[which] = Save(self._number, step, which, partial(self._dcp.encode, flat.tree))
             self._opened.publisher.submit(self._last)
 
     def _written_here(self) -> tuple[str, ...]:
@@ -248,17 +247,12 @@ class Checkpointer:
         # The newest copy stays until the next one is complete.
         older = [(self._filled + more) % number for more in range(1, number)]
         free = [at for at in older if not any(theirs[3] >> at & 1 for theirs in everyone)]
-        which = free[0] if free else min(older, key=self._written_in)
+        which = free[0] if free else min(older, key=lambda at: save.number if (save := self._by_image[at]) else 0)
         if (save := self._by_image[which]) is not None:
             self._wait_for_writer(save)
         if self._staging.prepare(which, len(values)) and self._opened.publisher is not None:
             self._opened.publisher.take_images(self._staging)
         return which
-
-    def _written_in(self, image: int) -> int:
-        """Return the number of the save that is to be written from an image; 0 if there is none."""
-        save = self._by_image[image]
-        return save.number if save is not None else 0
 
     def _wait_for_writer(self, save: Save) -> None:
         """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""
@@ -276,7 +270,7 @@ class Checkpointer:
 
         everyones = map(decode, on_every_rank(self._ranks, take))
         made = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
-        verify_copies(flat, self._ranks)
+        verify_same_tensors(flat, self._ranks)
         self._plan = made
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json(), gpu)
@@ -393,7 +387,3 @@ def _whole(step: Any) -> int:
     if not 0 <= number <= MAX_NUMBER:
         raise TrainError(f"step must be a whole number from 0 to 2**53, not {step!r}")
     return number
-
-
-def _files_for_dcp(files: DcpFiles, tree: Mapping[str, Any]) -> dict[str, bytes]:
-    return dict(zip((METADATA, DCP_VALUES), files.encode(tree), strict=True))

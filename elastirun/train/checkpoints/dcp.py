@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from elastirun.checkpoint.record import clip, is_file_name, number
 from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Box, Chunk, SavedTensor, check_chunks, volume
 from elastirun.errors import CheckpointError
-from elastirun.train.checkpoints.reading import Folder, Saved, check_targets, copies
+from elastirun.train.checkpoints.reading import Open, Saved, check_targets, copy_pairs, files_in
 from elastirun.train.state.layout import Plan
-from elastirun.train.state.loading import PREFIXES, items_of
+from elastirun.train.state.loading import PREFIXES
 from elastirun.train.state.torch_zip import shell
-from elastirun.train.state.values import DTYPES, MAX_DEPTH, PLAIN, TAG, Fixed, Node, join, leaves, to_node, to_value
+from elastirun.train.state.values import DTYPES, MAX_DEPTH, PLAIN, TAG, Fixed, Node, is_tensor, items_of, join, leaves, to_node, to_value
 from elastirun.train.torch_private import private
 
 METADATA, VALUES = ".metadata", "values.distcp"  # the names of the files
@@ -45,8 +45,8 @@ class DcpFiles:
         self._slots: dict[str, tuple[int, int]] = {}  # name -> (offset, size)
         self._metadata = b""
 
-    def encode(self, tree: Mapping[str, Node]) -> tuple[bytes, bytes]:
-        """Return the content of ``.metadata`` and of ``values.distcp`` for the plain values in ``tree``."""
+    def encode(self, tree: Mapping[str, Node]) -> dict[str, bytes]:
+        """Return ``.metadata`` and ``values.distcp`` for the plain values in ``tree``: the content by the file's name."""
         last, self._values = self._values, {}
         for path, node in value_leaves(tree):
             name, text = ".".join(map(str, path)), json.dumps(node)
@@ -55,7 +55,8 @@ class DcpFiles:
         fits = list(self._slots) == list(self._values) and all(len(d) <= self._slots[name][1] for name, (_, d) in self._values.items())
         if not fits or not self._metadata:
             self._place_values(tree)
-        return self._metadata, b"".join(data.ljust(self._slots[name][1], b"\0") for name, (_, data) in self._values.items())
+        values = b"".join(data.ljust(self._slots[name][1], b"\0") for name, (_, data) in self._values.items())
+        return {METADATA: self._metadata, VALUES: values}
 
     def _place_values(self, tree: Mapping[str, Node]) -> None:
         """Choose where the values stand, and write the description."""
@@ -74,11 +75,7 @@ def value_leaves(tree: Node) -> Iterator[tuple[tuple[str | int, ...], Node]]:
         for key, each in tree.items():
             yield from (((key, *path), node) for path, node in value_leaves(each))
     elif not isinstance(tree, Fixed):
-        yield from ((path, node) for path, node in leaves(tree) if not _is_tensor(node))
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node, dict) and node.get(TAG) in ("tensor", "array")
+        yield from ((path, node) for path, node in leaves(tree) if not is_tensor(node))
 
 
 def _spell(node: Node) -> bytes:
@@ -127,14 +124,14 @@ class Foreign:
         self.tensors: dict[str, Saved] = {}
         self.skipped: list[str] = []
         self._memory: dict[str, Tensor] = {}  # tensors that are in memory, or mapped
-        self._folder: Folder | None = None
+        self._folder: Open | None = None
         self._whole: Node = None  # the tree as one node, with what a tree at the top cannot say
 
     def fill(self, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
         """Copy the tensors into ``targets``, as ``reading.fill`` does."""
         missing = check_targets(self.tensors, targets, strict)
         with torch.no_grad():
-            for to, source in copies(self.tensors, self._read, targets):
+            for to, source in copy_pairs(self.tensors, self._read, targets):
                 to.copy_(source)
         return missing
 
@@ -155,7 +152,7 @@ class Foreign:
         self._memory[key] = tensor.detach()
         self.tensors[name] = SavedTensor(tensor.dtype, shape, (Chunk(Box((0,) * len(shape), shape), key, 0, 0),))
 
-    def read_from(self, folder: Folder) -> None:
+    def read_from(self, folder: Open) -> None:
         """Take the chunks of the tensors that are not in memory from ``folder``."""
         self._folder = folder
 
@@ -251,7 +248,7 @@ def _open_folder(path: Path) -> Foreign:
     with open(path / METADATA, "rb") as file:
         data = file.read(MAX_METADATA + 1)
     found = Foreign()
-    folder, tree = Folder(path), _Branch()
+    folder, tree = files_in(path), _Branch()
     found.read_from(folder)
     try:
         described, paths, stored = _parts(_unpickle(data))
@@ -326,9 +323,9 @@ def _shown(value: Any) -> str:
     return clip(repr(value)) if type(value) in PLAIN else f"a {type(value).__name__}"
 
 
-def _slice(folder: Folder, file: str, offset: int, length: int) -> memoryview:
+def _slice(folder: Open, file: str, offset: int, length: int) -> memoryview:
     try:
-        data = folder.open(file)
+        data = folder(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
     if offset + length > len(data):

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from elastirun.checkpoint import memory_tier
 from elastirun.checkpoint.image import Image
+from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.ranks import Ranks
 from elastirun.train.checkpoints.reading import tensors_in
-from elastirun.train.checkpoints.staging import TENSORS, VALUES
-from elastirun.train.state.loading import items_of
-from elastirun.train.state.values import PER_RANK, Node, decode_values, join
+from elastirun.train.state.values import PER_RANK, Node, decode_values, items_of, join
 
 
 class SaveId(NamedTuple):
@@ -50,7 +49,7 @@ class Part:
 
 
 @dataclass
-class Copies:
+class HeldSave:
     """One save in the agents' memory, as all ranks know it."""
 
     save: SaveId
@@ -172,33 +171,33 @@ def _per_rank(node: Node, path: str) -> Iterator[str]:
             yield from _per_rank(each, join(path, key))
 
 
-def together(texts: Sequence[str]) -> list[Copies]:
+def together(texts: Sequence[str]) -> list[HeldSave]:
     """Return the saves that all nodes together have completely, the newest first. ``texts``: what ``describe`` has returned, by rank."""
-    found: dict[SaveId, Copies] = {}
+    found: dict[SaveId, HeldSave] = {}
     for rank, text in enumerate(texts):
         for line in json.loads(text):
             save = SaveId(*line["save"])
-            copies = found.setdefault(save, Copies(save, line["which"], needed={TENSORS, VALUES}))
-            copies.needed.update(line["needed"])
-            copies.own.update(line["own"])
-            if line["rank"] < copies.values_of:
-                copies.values_of, copies.holders[VALUES], copies.sizes[VALUES] = line["rank"], [rank], line["sizes"][VALUES]
+            held = found.setdefault(save, HeldSave(save, line["which"], needed={TENSORS, VALUES}))
+            held.needed.update(line["needed"])
+            held.own.update(line["own"])
+            if line["rank"] < held.values_of:
+                held.values_of, held.holders[VALUES], held.sizes[VALUES] = line["rank"], [rank], line["sizes"][VALUES]
             for name, size in line["sizes"].items():
-                if name != VALUES and rank not in copies.holders.setdefault(name, []):
-                    copies.holders[name].append(rank)
-                    copies.sizes[name] = size
-    return sorted((copies for copies in found.values() if copies.complete), key=lambda copies: copies.save, reverse=True)
+                if name != VALUES and rank not in held.holders.setdefault(name, []):
+                    held.holders[name].append(rank)
+                    held.sizes[name] = size
+    return sorted((held for held in found.values() if held.complete), key=lambda held: held.save, reverse=True)
 
 
-def fetch(copies: Copies, parts: Iterable[Part], ranks: Ranks) -> dict[str, memoryview]:
+def fetch(held: HeldSave, parts: Iterable[Part], ranks: Ranks) -> dict[str, memoryview]:
     """Return the content of every file. Every rank calls it; what a node does not have comes from a rank that has it."""
-    mine = sorted((part for part in parts if part.save == copies.save), key=lambda part: part.rank)
+    mine = sorted((part for part in parts if part.save == held.save), key=lambda part: part.rank)
     files: dict[str, memoryview] = {}
-    for name, holders in sorted(copies.holders.items()):
+    for name, holders in sorted(held.holders.items()):
         here: Any = next((part.read(name) for part in mine if name in part.files), None)
         if len(holders) < ranks.world_size:
             source = holders[0]
-            data = bytearray(here) if ranks.rank == source else bytearray(copies.sizes[name])
+            data = bytearray(here) if ranks.rank == source else bytearray(held.sizes[name])
             ranks.broadcast(data, source)
             here = memoryview(data) if here is None or name == VALUES else here
         files[name] = here

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastirun.checkpoint.claims import round_of
+from elastirun.checkpoint.messages import close_all
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.missing_ranks import LAST_CALL
@@ -88,7 +90,7 @@ class Publisher:
         self.submit(lambda: self._hand_over(staging, fds))
 
     def _hand_over(self, staging: Staging, fds: list[int]) -> None:
-        _close_all(self._images)
+        close_all(self._images)
         self._images = fds
         staging.make_resident()  # first: the writer takes a moment to start, and the training may save right away
         reply = self._ask({"do": "images"}, fds)
@@ -117,7 +119,7 @@ class Publisher:
             else:
                 with suppress(CheckpointError):  # the writer has ended: the next save says so
                     work()
-        _close_all(self._images)
+        close_all(self._images)
 
     def _take(self, save: Save) -> None:
         """Write and publish a save; on every rank, whatever goes wrong, the others learn of it."""
@@ -182,13 +184,12 @@ class Publisher:
 
     def _record(self, save: Save, files: Mapping[str, Any]) -> dict[str, Any]:
         """Return the commit record of ``save``, with ``files`` as all ranks' writers report them."""
-        round = self._fence.rpartition(":")[2]
         sequence, self._sequence = self._sequence, self._sequence + 1
         return {
             "step": save.step,
             "sequence": sequence,
             "fence": self._fence,
-            "round": int(round) if round.isdigit() else 0,
+            "round": round_of(self._fence),
             "world_size": self._ranks.world_size,
             "time": time.time(),
             "files": files,
@@ -256,8 +257,3 @@ class Publisher:
             if time.monotonic() > end or self._ending.wait(pause):
                 return False
             pause = min(pause * 1.5, LONGEST_LOOK)
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import count
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.missing_ranks import Waiting
 from elastirun.train.groups.collectives import gather
 from elastirun.train.groups.process_groups import find_group, make_gloo_group
@@ -127,3 +128,19 @@ class Ranks:
             if self._waiting.exchanges and self._group in c10d._world.pg_map:
                 dist.destroy_process_group(self._group)
         self._group = self._waiting = None
+
+
+def on_every_rank(ranks: Ranks, work: Callable[[], str | None]) -> list[str]:
+    """Do ``work`` on every rank; return what it returned, in rank order, without None: an empty text.
+
+    If it raises CheckpointError on one rank, all raise the error of the first such rank.
+    """
+    try:
+        mine = "+" + (work() or "")
+    except CheckpointError as found:
+        mine = "-" + (str(found) or "failed")
+    everyones = ranks.gather_text(mine)
+    for rank, text in enumerate(everyones):
+        if text.startswith("-"):
+            raise CheckpointError(text[1:] if ranks.world_size == 1 else f"rank {rank}: {text[1:]}")
+    return [text[1:] for text in everyones]

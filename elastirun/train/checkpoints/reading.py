@@ -11,8 +11,6 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +18,7 @@ from torch import Tensor
 from elastirun.checkpoint.record import clip, is_file_name
 from elastirun.checkpoint.tensors import TENSORS, Box, Chunk, SavedTensor, common, decode_tensors, volume
 from elastirun.errors import CheckpointError
-from elastirun.train.checkpoints.copying import copy_all
+from elastirun.train.checkpoints.bulk_copy import copy_all
 from elastirun.train.sharded import is_sharded
 from elastirun.train.state.gc_pause import no_collection
 from elastirun.train.state.layout import local_box
@@ -29,35 +27,25 @@ from elastirun.train.state.values import DTYPES
 Saved = SavedTensor[torch.dtype]
 
 
-class Sources(Protocol):
-    """The files of a checkpoint, wherever they are."""
-
-    def open(self, file_name: str) -> memoryview:
-        """Return the content of a file. Raises OSError or ``CheckpointError``."""
-        ...
+# Returns the content of the file of this name, wherever the files of a checkpoint are. Raises OSError or ``CheckpointError``.
+Open = Callable[[str], memoryview]
 
 
-class Folder:
-    """The files in a directory, mapped into memory. Views of them keep the memory; nothing has to be closed."""
+def files_in(folder: str | os.PathLike[str]) -> Open:
+    """Return a function that maps a file in ``folder`` into memory. Views keep the memory; nothing has to be closed.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        self._files: dict[str, memoryview] = {}
+    The memory can be written to, which changes nothing but this process's copy. Other folders' files are refused.
+    """
 
-    def open(self, file_name: str) -> memoryview:
-        """Return the content of a file. Raises ``CheckpointError`` for names of other directories, OSError."""
-        if not is_file_name(file_name):
-            raise CheckpointError(f"{clip(repr(file_name))} is not the name of a file of a checkpoint")
-        if file_name not in self._files:
-            self._files[file_name] = map_private_copy(self._path / file_name)
-        return self._files[file_name]
+    @functools.cache
+    def content(name: str) -> memoryview:
+        if not is_file_name(name):
+            raise CheckpointError(f"{clip(repr(name))} is not the name of a file of a checkpoint")
+        with open(os.path.join(folder, name), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
 
-
-def map_private_copy(path: str | os.PathLike[str]) -> memoryview:
-    """Return the content of a file. It can be written to, which changes nothing but this process's memory. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
+    return content
 
 
 def tensors_in(data: bytes) -> dict[str, Saved]:
@@ -74,7 +62,7 @@ def tensors_in(data: bytes) -> dict[str, Saved]:
 Read = Callable[[Saved, Chunk], Tensor]
 
 
-def fill(saved: Mapping[str, Saved], sources: Sources, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
+def fill(saved: Mapping[str, Saved], content: Open, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
     """Copy the checkpoint's tensors into ``targets``, each into its own or, of a DTensor, into the shard of this rank.
 
     Floating point numbers are converted to the target's width. Raises ``CheckpointError``, before anything is changed, for other types,
@@ -83,7 +71,7 @@ def fill(saved: Mapping[str, Saved], sources: Sources, targets: Mapping[str, Ten
     """
     missing = check_targets(saved, targets, strict)
     with torch.no_grad(), no_collection():
-        pairs = list(copies(saved, _Views(sources), targets))
+        pairs = list(copy_pairs(saved, _Views(content), targets))
         copy_all([to for to, _ in pairs], [source for _, source in pairs])
     return missing
 
@@ -99,7 +87,7 @@ def check_targets(saved: Mapping[str, Saved], targets: Mapping[str, Tensor], str
     return missing
 
 
-def copies(saved: Mapping[str, Saved], read: Read, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def copy_pairs(saved: Mapping[str, Saved], read: Read, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (part of a target, what is to be copied there). ``read`` gives the content of a chunk."""
     for name, target in targets.items():
         if name not in saved:
@@ -135,14 +123,14 @@ def _part(tensor: Tensor, whole: Box, part: Box) -> Tensor:
 class _Views:
     """Chunks as views of the files' memory."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, content: Open) -> None:
+        self._content = content
         self._files: dict[str, memoryview] = {}
         self._whole: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __call__(self, saved: Saved, chunk: Chunk) -> Tensor:
         if chunk.file not in self._files:
-            self._files[chunk.file] = self._sources.open(chunk.file).cast("B")
+            self._files[chunk.file] = self._content(chunk.file).cast("B")
         data, width = self._files[chunk.file], saved.dtype.itemsize
         if chunk.at + chunk.nbytes > len(data):
             end = chunk.at + chunk.nbytes

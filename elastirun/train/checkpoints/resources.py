@@ -72,7 +72,7 @@ class CheckpointResources:
             self.publisher.close(timeout)
             self._published, self.publisher = self.published, None
         if self.claim is not None:
-            self._directory.release(self.claim)
+            self.claim.release()
             self.claim = None
         self._staging.close()
         _living.discard(self)

@@ -7,20 +7,22 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from elastirun.checkpoint.backends.folder import Folder
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, clip, decode, encode
+from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.dcp import open_foreign
 from elastirun.train.checkpoints.memory import Part, describe, fetch, together
 from elastirun.train.checkpoints.ranks import Ranks
-from elastirun.train.checkpoints.reading import Sources, fill, tensors_in
-from elastirun.train.checkpoints.staging import TENSORS, VALUES
+from elastirun.train.checkpoints.reading import Open, fill, tensors_in
 from elastirun.train.state.loading import load, targets, unused
 from elastirun.train.state.values import decode_values
 
@@ -33,7 +35,7 @@ class Restorable:
 
     step: int
     where: str  # for people
-    sources: Sources
+    content: Open  # of its files
     image: int = -1  # the number of the image that holds it, on every rank that has one; -1: from the directory
     lost: Collection[str] = ()  # files with values that only one rank had, on a node that is gone
 
@@ -61,37 +63,22 @@ def find(
     candidates = sorted(wanted, key=lambda one: one.commit is not None)  # those without a record first, so that there is a line on each
     on_disk = newest_sound(directory, candidates, ranks, is_older)
     if on_disk is not None and on_disk.commit is not None:
-        return Restorable(on_disk.commit.step, directory.file(on_disk, ""), _Published(directory, on_disk))
+        return Restorable(on_disk.commit.step, directory.file(on_disk, ""), partial(directory.content, on_disk))
     if best is None:
         return None
-    return Restorable(best.save.step, "memory", _InMemory(fetch(best, parts, ranks)), best.which, best.lost)
+    files = fetch(best, parts, ranks)
+
+    def content(name: str) -> memoryview:
+        if name not in files:
+            raise CheckpointError(f"the copy in memory has no {name}")
+        return files[name]
+
+    return Restorable(best.save.step, "memory", content, best.which, best.lost)
 
 
 def _job(fence: str) -> str:
     """Return the part of a fence token that all rounds of a job share: the store's id."""
     return fence.rpartition(":")[0]
-
-
-class _Published:
-    """The files of a published checkpoint."""
-
-    def __init__(self, directory: Directory, found: Found) -> None:
-        self._directory, self._found = directory, found
-
-    def open(self, file_name: str) -> memoryview:
-        return self._directory.content(self._found, file_name)
-
-
-class _InMemory:
-    """The files of a save that the nodes hold in memory."""
-
-    def __init__(self, files: Mapping[str, memoryview]) -> None:
-        self._files = files
-
-    def open(self, file_name: str) -> memoryview:
-        if file_name not in self._files:
-            raise CheckpointError(f"the copy in memory has no {file_name}")
-        return self._files[file_name]
 
 
 def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any], *, strict: bool = True) -> None:
@@ -109,11 +96,11 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if os.path.isfile(os.path.join(path, COMMIT)):
         folder, name = os.path.split(os.path.abspath(path))
-        directory = Directory(folder)
-        found = directory.found(name)
+        directory = Directory(backend := Folder(folder))
+        found = backend.checkpoint(name)
         for damage in directory.verify(found):
             raise CheckpointError(f"{path} cannot be used: {damage}")
-        put(Restorable(found.commit.step if found.commit else 0, name, _Published(directory, found)), state, rank, strict)
+        put(Restorable(found.commit.step if found.commit else 0, name, partial(directory.content, found)), state, rank, strict)
         return
     foreign = open_foreign(path, state)
     known = {key: value for key, value in state.items() if key in foreign.tree}
@@ -138,12 +125,12 @@ def check_state(state: object) -> None:
 
 def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: bool) -> None:
     """Put the checkpoint into ``state``. Raises CheckpointError where it does not fit."""
-    tree = decode_values(bytes(found.sources.open(VALUES)))
-    saved = tensors_in(bytes(found.sources.open(TENSORS)))
+    tree = decode_values(bytes(found.content(VALUES)))
+    saved = tensors_in(bytes(found.content(TENSORS)))
     if found.lost:
         saved = {name: tensor for name, tensor in saved.items() if not any(chunk.file in found.lost for chunk in tensor.chunks)}
     wanted = targets(state, tree, saved, rank, strict)
-    fill(saved, found.sources, wanted, strict)
+    fill(saved, found.content, wanted, strict)
     _load(state, tree, wanted, rank, strict, f"the checkpoint of step {found.step}")
 
 
@@ -156,22 +143,6 @@ def _load(
     if left and rank == 0:
         more = f" and {len(left) - 5} more" if left[5:] else ""
         log.warning("%s has what the state has no place for: %s%s", where, ", ".join(left[:5]), more)
-
-
-def on_every_rank(ranks: Ranks, work: Callable[[], str | None]) -> list[str]:
-    """Do ``work`` on every rank; return what it returned, in rank order, without None: an empty text.
-
-    If it raises CheckpointError on one rank, all raise the error of the first such rank.
-    """
-    try:
-        mine = "+" + (work() or "")
-    except CheckpointError as found:
-        mine = "-" + (str(found) or "failed")
-    everyones = ranks.gather_text(mine)
-    for rank, text in enumerate(everyones):
-        if text.startswith("-"):
-            raise CheckpointError(text[1:] if ranks.world_size == 1 else f"rank {rank}: {text[1:]}")
-    return [text[1:] for text in everyones]
 
 
 def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_older: Callable[[Commit], bool]) -> Found | None:
@@ -225,7 +196,7 @@ def _report(directory: Directory, found: Found, damages: Sequence[tuple[str, boo
         kept = "it stays, as if it were another tool's"
     elif any(lasting for _, lasting in damages):
         try:
-            kept = f"it is now {directory.set_aside(found)}"
+            kept = f"it is now {directory.backend.set_aside(found)}"
         except OSError as error:
             kept = f"it cannot be renamed: {error.strerror}"
     log.warning("the checkpoint %s/%s cannot be used: %s; %s; an older one is tried", directory.path, found.name, what, kept)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from elastirun.checkpoint.image import Description, Image, round_up
-from elastirun.train.checkpoints.copying import copy_all, write
+from elastirun.checkpoint.tensors import TENSORS, VALUES
+from elastirun.train.checkpoints.bulk_copy import copy_all, write
 from elastirun.train.state.layout import ImageFiles
 from elastirun.train.state.tree import Flat
 
@@ -24,7 +25,6 @@ IMAGES = 2  # one is being written to the disk, or is the newest complete one, w
 MORE_IMAGES = 3  # with saves for the memory alone: one is being written, one is the newest, one is filled
 DESCRIPTION, PER_FILE = 1024, 128  # bytes of an image's description, about: without files, and for each
 ROOM = 64 << 10  # bytes for values.json to grow before an image is made anew
-TENSORS, VALUES = "tensors.json", "values.json"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, madvise(2), Linux 5.14
 AT_ONCE = 4 << 20  # bytes to map at once, in a millisecond: no other thread of the process can get memory meanwhile
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of the process

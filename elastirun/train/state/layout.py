@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from elastirun.checkpoint.image import PAGE, round_up
 from elastirun.checkpoint.record import clip
 from elastirun.checkpoint.tensors import Box, overlapping, volume
 from elastirun.errors import CheckpointError
@@ -36,7 +37,6 @@ from elastirun.train.torch_private import private
 FILE = 64 << 20  # bytes of a file, unless one chunk has more: large enough for a disk, small enough to spread over ranks
 SMALL = 1 << 20  # bytes; smaller files are not worth their fsync
 LEAST_CUT = 256 << 10  # bytes; a smaller part of a tensor is not worth a chunk of its own
-PAGE = 4096  # bytes; files begin at pages in an image
 SHELL = 1792  # bytes around a chunk's data, about, and up to the next chunk
 
 Sizes = tuple[int, ...]
@@ -211,14 +211,6 @@ def _tuple(value: Any) -> Any:
 
 
 @dataclass
-class _Group:
-    """The boxes that the same ranks hold."""
-
-    holders: tuple[int, ...]
-    boxes: list[Piece] = field(default_factory=list)
-
-
-@dataclass
 class _Content:
     """The chunks of a file to be: (piece, first row, rows), and their size, about."""
 
@@ -242,11 +234,11 @@ def _plan(pieces_by_rank: Sequence[Sequence[Piece]], nodes: Sequence[int]) -> Pl
     tensors = _tensors(holders)
     aliases = _aliases(pieces_by_rank, tensors)
     _check(holders, tensors)
-    groups: dict[tuple[int, ...], _Group] = {}
+    groups: dict[tuple[int, ...], list[Piece]] = {}  # the boxes that the same ranks hold
     for piece, ranks in holders.items():
         if piece.name not in aliases and volume(piece.sizes):
-            groups.setdefault(ranks, _Group(ranks)).boxes.append(piece)
-    contents = [content for group in groups.values() for content in _cut(group, nodes)]
+            groups.setdefault(ranks, []).append(piece)
+    contents = [content for ranks, boxes in groups.items() for content in _cut(ranks, boxes, nodes)]
     return Plan(_assign(contents, nodes), tensors, aliases)
 
 
@@ -302,24 +294,24 @@ def _check(holders: Iterable[Piece], tensors: Mapping[str, tuple[str, Sizes]]) -
             raise CheckpointError(f"{clip(name)} has {volume(shape)} elements, and the ranks' shards have {there}, or overlap")
 
 
-def _cut(group: _Group, nodes: Sequence[int]) -> list[_Content]:
-    """Divide the boxes of a group into files of about the same size: as many as the ranks of every node can share."""
-    total = sum(_size(piece) for piece in group.boxes)
-    counts = {sum(nodes[rank] == node for rank in group.holders) for node in {nodes[rank] for rank in group.holders}}
+def _cut(holders: tuple[int, ...], boxes: Sequence[Piece], nodes: Sequence[int]) -> list[_Content]:
+    """Divide the boxes of the same ``holders`` into files of about the same size: as many as the ranks of every node can share."""
+    total = sum(map(_size, boxes))
+    counts = {sum(nodes[rank] == node for rank in holders) for node in {nodes[rank] for rank in holders}}
     share = math.lcm(*counts) if math.lcm(*counts) <= 64 else max(counts)
     number = share * -(-total // (share * FILE))
     if total < number * SMALL:
         number = max(1, total // SMALL)
     contents: list[_Content] = []
     done = capacity = 0
-    for piece in group.boxes:
+    for piece in boxes:
         row, rows = 0, piece.sizes[0] if piece.sizes else 1
         while row < rows:
             last = contents[-1] if contents else _Content(())
             count = _rows_for(piece, rows - row, capacity - last.size, FILE - last.size, not last.parts)
             if not contents or not count:
                 capacity = max(SMALL, -(-(total - done) // max(1, number - len(contents))))
-                contents.append(_Content(group.holders))
+                contents.append(_Content(holders))
                 continue
             size = _size(piece, count)
             last.parts.append((piece, row, count))
@@ -444,5 +436,5 @@ def image_files(whole: Plan, rank: int) -> ImageFiles:
             shells.append((at + chunk.position, around.before))
             shells.append((at + chunk.at + chunk.nbytes, around.after))
             raws.append(Raw(chunk.name, DTYPES[chunk.dtype], chunk.sizes, chunk.row, at + chunk.at))
-        at = -(-(at + file.size) // PAGE) * PAGE
+        at = round_up(at + file.size)
     return ImageFiles(files, tuple(shells), tuple(raws), at)

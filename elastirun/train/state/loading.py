@@ -17,7 +17,7 @@ from elastirun.train.state.gc_pause import no_collection
 from elastirun.train.state.names import ParameterNames, plain_names
 from elastirun.train.state.per_rank import PerRank, is_stateful
 from elastirun.train.state.tree import holds_objects, names_in, optimizer_names, state_dict_of
-from elastirun.train.state.values import TAG, Node, join, to_value
+from elastirun.train.state.values import TAG, Node, is_tensor, items_of, join, to_value
 
 PREFIXES = ("module.", "_orig_mod.")  # of every name in state dicts that were saved from a wrapper
 
@@ -77,24 +77,6 @@ def _is_container(value: Any, path: str) -> bool:
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items() if isinstance(value, Mapping) else enumerate(value))
-
-
-def items_of(node: Node) -> dict[Any, Node]:
-    """Return the nodes within ``node`` by key; none if it is no container."""
-    if type(node) is list:
-        return dict(enumerate(node))
-    if not isinstance(node, dict):
-        return {}
-    tag = node.get(TAG)
-    if tag == "dict":
-        return {to_value(key, "", _no_tensor): each for key, each in node["items"]}
-    if tag in ("tuple", "module"):
-        return items_of(node["items"])
-    return dict(node) if tag is None else {}
-
-
-def _no_tensor(_: str) -> Any:
-    raise CheckpointError("a tensor is the key of a dict")
 
 
 def _children(value: Any, node: Node, path: str, strict: bool) -> Iterator[tuple[Any, Any, Node, str]]:
@@ -283,7 +265,7 @@ class _Targets:
 
     def add_value(self, node: Node, path: str, now: Any, make: _Make, copy: bool = False) -> None:
         """Add the tensors in ``node``: where ``now`` has one, that one (with ``copy``: one like it, if the shape is right)."""
-        if isinstance(node, dict) and node.get(TAG) in ("tensor", "array"):
+        if is_tensor(node):
             if path not in self.saved:
                 raise CheckpointError(f"the checkpoint has no tensor {clip(path)}, although its values refer to it")
             if isinstance(now, Tensor) and copy:

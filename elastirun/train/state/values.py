@@ -49,6 +49,25 @@ def join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def is_tensor(node: Node) -> bool:
+    """Return whether ``node`` is the place of a tensor, or of an array."""
+    return isinstance(node, dict) and node.get(TAG) in ("tensor", "array")
+
+
+def items_of(node: Node) -> dict[Any, Node]:
+    """Return the nodes within ``node`` by key; none if it is no container."""
+    if type(node) is list:
+        return dict(enumerate(node))
+    if not isinstance(node, dict):
+        return {}
+    tag = node.get(TAG)
+    if tag == "dict":
+        return {to_value(key, "", _no_key): each for key, each in node["items"]}
+    if tag in ("tuple", "module"):
+        return items_of(node["items"])
+    return dict(node) if tag is None else {}
+
+
 # -- from values ----------------------------------------------------------------------------------------------------------
 
 
@@ -158,16 +177,12 @@ def to_value(node: Node, path: str, tensor: Callable[[str], Any]) -> Any:
     return _SIMPLE[tag](node["value"])
 
 
-def _device(text: str) -> torch.device:
-    return torch.device(text)
-
-
 _SIMPLE: dict[str, Callable[[str], Any]] = {
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "float": float,
     "complex": complex,
     "dtype": lambda text: DTYPES[text],
-    "device": _device,
+    "device": lambda text: torch.device(text),
 }
 
 
@@ -266,20 +281,16 @@ def _no_key(_: str) -> Any:
 # -- its leaves, as torch.distributed.checkpoint sees them ------------------------------------------------------------------
 
 
-def leaves(tree: Node) -> Iterator[tuple[tuple[str | int, ...], Node]]:
+def leaves(node: Node, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Node]]:
     """Yield (path, node) of each tensor and each value, as ``torch.distributed.checkpoint`` names them: lists are one value if plain.
 
     A value per rank has no leaf.
     """
-    yield from _leaves(tree, ())
-
-
-def _leaves(node: Node, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Node]]:
     children = _children(node)
     if children is not None:
         for key, child in children:
-            yield from _leaves(child, (*path, key))
-    elif not (isinstance(node, dict) and node.get(TAG) == "per_rank"):
+            yield from leaves(child, (*path, key))
+    elif node != PER_RANK:
         yield path, node
 
 
@@ -313,4 +324,4 @@ def _has_tensor(node: Node) -> bool:
         return any(map(_has_tensor, node))
     if not isinstance(node, dict):
         return False
-    return node.get(TAG) in ("tensor", "array") or any(map(_has_tensor, node.values()))
+    return is_tensor(node) or any(map(_has_tensor, node.values()))

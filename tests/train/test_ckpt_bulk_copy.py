@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastirun import linux
-from elastirun.train.checkpoints.copying import LARGE, copy_all, write
+from elastirun.train.checkpoints.bulk_copy import LARGE, copy_all, write
 
 COUNT = LARGE // 4  # elements of a tensor that is large with 4 bytes each
 

@@ -1,23 +1,22 @@
-"""Single files of a checkpoint: written so that they are durable, checked against their size and checksum."""
+"""Single files in a folder, written so that they are durable."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
-import mmap
 import os
 import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import BinaryIO
 
 from elastirun.checkpoint.image import PAGE
-from elastirun.checkpoint.record import MISSING, WRONG_SUM, Damage, FileSum, Look, matches
+from elastirun.checkpoint.record import FileSum
 from elastirun.errors import CheckpointError
 
 CHUNK = 8 << 20  # bytes hashed and written at a time: few system calls, and room in the processor's cache for most of it
-BLOCK = 256 << 10  # bytes read and hashed at a time
 GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
@@ -81,56 +80,6 @@ def write_small(path: str, data: bytes) -> None:
         os.fsync(fd)
 
 
-def read_small(path: str, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError, and ``CheckpointError`` when it is longer than ``limit`` or no regular file."""
-    fd = _open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise CheckpointError(f"it has {size} bytes, of {limit} at most")
-        data = b""
-        while more := os.read(fd, limit + 1 - len(data)):
-            data += more
-        return data
-    finally:
-        os.close(fd)
-
-
-def map_file(path: str) -> memoryview:
-    """Return the content of a regular file, mapped into memory. Raises OSError, and ``CheckpointError`` when it is no regular file."""
-    fd = _open_regular(path)
-    with _closing(fd, path):
-        size = os.fstat(fd).st_size
-        return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
-
-
-def check_file(path: str, name: str, expected: FileSum, look: Look) -> Damage | None:
-    """Return what is wrong with the file ``path``, or None when it is as ``expected`` in size and in the checksum ``look``."""
-    try:
-        fd = _open_regular(path)
-    except CheckpointError as error:
-        return Damage(name, str(error))
-    except OSError as error:
-        return Damage(name, MISSING) if error.errno in GONE else Damage(name, f"cannot be read: {error.strerror}", lasting=False)
-    try:
-        size = os.fstat(fd).st_size
-        if size != expected.size:
-            return Damage(name, f"has {size} bytes instead of {expected.size}")
-        return None if look == "size" or matches(_blocks(fd), expected, look) else Damage(name, WRONG_SUM)
-    except OSError as error:
-        return Damage(name, f"cannot be read: {error.strerror}", lasting=False)
-    finally:
-        os.close(fd)
-
-
-def _blocks(fd: int) -> Iterator[memoryview]:
-    """Yield the rest of a file in blocks that stay in the processor's cache. Each is valid until the next."""
-    block = bytearray(BLOCK)
-    with memoryview(block) as view:
-        while count := os.readv(fd, [block]):
-            yield view[:count]
-
-
 def sync_folder(path: str) -> None:
     """Wait until the disk has the names in the folder ``path``. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -154,10 +103,10 @@ def _closing(fd: int, path: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _open_regular(path: str) -> int:
+def open_regular(path: str) -> BinaryIO:
     """Open a regular file for reading; a pipe of that name would block for ever. Raises OSError and ``CheckpointError``."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise CheckpointError("is not a regular file")
-    return fd
+    return os.fdopen(fd, "rb")

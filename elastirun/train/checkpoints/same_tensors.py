@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from elastirun.errors import CheckpointError
-from elastirun.train.checkpoints.ranks import Ranks
-from elastirun.train.checkpoints.restoring import on_every_rank
+from elastirun.train.checkpoints.ranks import Ranks, on_every_rank
 from elastirun.train.groups.collectives import digest
 from elastirun.train.sharded import is_sharded, local_part
 from elastirun.train.state.tree import Flat
@@ -25,7 +24,7 @@ ADVICE = (
 Samples = Mapping[str, Sequence[float]]
 
 
-def verify_copies(flat: Flat, ranks: Ranks) -> None:
+def verify_same_tensors(flat: Flat, ranks: Ranks) -> None:
     """Raise CheckpointError on every rank if any has a tensor that rank 0 has not, or has with other values.
 
     Every rank calls it. Buffers of modules may differ, because forwards change them on each rank. Of a
@@ -52,9 +51,7 @@ def _sample(tensor: Tensor) -> list[float]:
     plain = tensor.detach()
     elements = (torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain).reshape(-1)
     try:
-        found: list[float] = (
-            elements[:: max(1, elements.numel() // SAMPLE)][:SAMPLE].to(torch.float64).tolist()
-        )
+        found: list[float] = elements[:: max(1, elements.numel() // SAMPLE)][:SAMPLE].to(torch.float64).tolist()
     except (RuntimeError, NotImplementedError):  # packed bits, of which torch makes no numbers
         return []
     return found
@@ -64,11 +61,7 @@ def compare(own: Samples, first: Samples) -> None:
     """Raise CheckpointError unless the tensors in ``own`` are copies of those in ``first``."""
     for name, values in own.items():
         if name not in first:
-            raise CheckpointError(
-                f"{name} is not in the state of rank 0, so it could not be restored: {ADVICE}"
-            )
+            raise CheckpointError(f"{name} is not in the state of rank 0, so it could not be restored: {ADVICE}")
         close = CLOSE * max(map(abs, [*values, *first[name]]), default=0.0)
-        if len(values) == len(first[name]) and any(
-            abs(a - b) > close for a, b in zip(values, first[name], strict=True)
-        ):
+        if len(values) == len(first[name]) and any(abs(a - b) > close for a, b in zip(values, first[name], strict=True)):
             raise CheckpointError(f"{name} is another tensor than that of rank 0: {ADVICE}")
