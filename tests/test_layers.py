@@ -46,7 +46,8 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.store_thread", ("elastirun.rendezvous", *SHARED)),
     # decisions
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
-    Layer("elastirun.agent.observe.account", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.observe.node_states", never=EFFECTS),
+    Layer("elastirun.agent.observe.account", (PAGE, "elastirun.agent.observe.node_states"), never=EFFECTS),
     Layer("elastirun.agent.hangs.detection", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.hangs.causes", never=EFFECTS),
     Layer("elastirun.agent.hangs.stragglers", (PAGE,), never=EFFECTS),
@@ -56,7 +57,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.processes.preload.forkserver", in_functions=("elastirun.worker.optimizer_steps",)),  # in workers
     Layer("elastirun.agent.status.metrics", in_functions=("prometheus_client",)),
     Layer("elastirun.agent.observe.tracing", ("elastirun.agent.observe.events", "elastirun.threads"), in_functions=("opentelemetry",)),
-    Layer("elastirun.report", ("elastirun.errors",), in_functions=("plotly",)),
+    Layer("elastirun.report", ("elastirun.errors", "elastirun.agent.observe.node_states"), in_functions=("plotly",)),
     Layer("elastirun.agent.status.own_agents", ("elastirun.agent", "elastirun.worker.agent_socket")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, LIVE, LINUX, "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),

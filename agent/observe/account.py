@@ -1,32 +1,29 @@
 """The account of a node: the seconds of its agent by what they were spent on. Pure. See docs/account.md.
 
-At each moment exactly one kind of ``Spent`` is running, so the seconds of all kinds add up to those since the agent's start.
+At each moment the node is in exactly one state, so the seconds of all kinds (``SPENT``) add up to those since the agent's start.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
+from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
 from elastirun.worker.progress_page import NS, Page
 
 LONG = 600.0  # seconds; after so long also a job of one node with a single round ends with its account in words
 FAILURE, LEAVE, UNKNOWN = "failure", "leave", "unknown"  # causes that this module names; all others come from the round record
+_TRAINING = WORDS[NodeState.RUNNING].spent
 
 
-class Spent(str, Enum):
-    """The kinds of spending. The values are those of events, /status and /metrics."""
+@dataclass(frozen=True)
+class Change:
+    """The node was in ``state`` from ``at`` on. Replaces what was told of the time after ``at``: some is known later."""
 
-    TRAINING = "training"  # steps that counted
-    REPEATED = "repeated"  # steps that an earlier round had made already
-    SAVING = "saving"  # training held up by a save of a checkpoint
-    STARTING = "starting"  # from the start of workers to their first step; at first also the start of the agent
-    WAITING = "waiting"  # for the store and for other nodes, before this node's first round and after it has sat out
-    RESTARTING = "restarting"  # from the last step before a round ended early to the start of the next workers
-    SITTING_OUT = "sitting_out"  # by --strikes
-    FINISHING = "finishing"  # after the workers' success, or after the end of this node's part
+    state: NodeState
+    at: float
+    cause: str  # of the early end of the round before, or of this one once it is over; empty: none has ended early
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Totals:
 
     total: float  # seconds since the agent's start
     goodput: float  # the part of ``total`` that is training; at most so large where ``repeated`` is null
-    seconds: Mapping[str, float | None]  # by ``Spent``; None: it is not known, and its seconds are in ``training``
+    seconds: Mapping[str, float | None]  # by kind; None: it is not known, and its seconds are in ``training``
     lost_seconds: Mapping[str, float]  # restarting, and after it starting and repeated, by the cause that ended the round
     rounds_ended: Mapping[str, int]  # rounds of this node that ended early, by cause
     steps_stamped: bool  # else ``starting`` ends with the start of the workers' processes
@@ -101,22 +98,28 @@ class _Round:
     over_cause: str = ""
     certain: bool = False  # the round record says ``over_cause``
     saved: float = 0.0  # seconds of saving when it was over
+    told: tuple[list[NodeState], float] | None = None  # its states when they were told last, and the seconds of the first one
 
 
 class Account:
-    """Adds up the seconds since ``began``. ``now`` is later in each call than in the one before, and on the same clock."""
+    """Adds up the seconds since ``began``. ``now`` is later in each call than in the one before, and on the same clock.
 
-    def __init__(self, began: float) -> None:
+    ``tell`` gets each change of state, see ``Change``.
+    """
+
+    def __init__(self, began: float, tell: Callable[[Change], None]) -> None:
         self.farthest = 0  # the highest ``at`` of all rounds
         self._began = began
-        self._spent: defaultdict[tuple[Spent, str], float] = defaultdict(float)  # by kind and cause; not what runs now
-        self._kind, self._cause, self._since = Spent.STARTING, "", began  # what runs now, while there is no ``_round``
+        self._spent: defaultdict[tuple[NodeState, str], float] = defaultdict(float)  # by kind and cause; not what runs now
+        self._tell = tell
+        self._kind, self._cause, self._since = NodeState.STARTING, "", began  # what runs now, while there is no ``_round``
         self._certain = False  # the round record says ``_cause``
         self._restarting_since = began  # while ``_kind`` is RESTARTING, whatever its causes
         self._round: _Round | None = None
         self._ended: defaultdict[str, int] = defaultdict(int)  # rounds that ended early, by cause
         self._unstamped: defaultdict[str, float] = defaultdict(float)  # training in rounds without a step, by the cause of their start
         self._stamped = self._numbered = self._saved = False  # workers have stamped steps, given their numbers, or told of saves
+        tell(Change(NodeState.STARTING, began, ""))
 
     @property
     def running(self) -> bool:
@@ -125,24 +128,30 @@ class Account:
 
     def join(self, now: float) -> None:
         """The agent is ready, and waits for the store and other nodes."""
-        self._become(Spent.WAITING, "", now)
+        self._become(NodeState.JOINING, "", now)
 
     def sit_out(self, now: float) -> None:
         """The agent takes no part in the next rounds, until ``join``."""
-        self._become(Spent.SITTING_OUT, "", now)
+        self._become(NodeState.SITTING_OUT, "", now)
 
     def start_round(self, now: float) -> None:
         """The start of a round's workers begins."""
-        if self._kind is Spent.FINISHING:  # a round has formed, and its end was not seen here
+        if self._kind is NodeState.FINISHING:  # a round has formed, and its end was not seen here
             self.end_early(UNKNOWN, now)
-        cause, restarted = self._cause, now - self._restarting_since if self._kind is Spent.RESTARTING else 0.0
-        self._become(Spent.STARTING, cause, now)
+        cause, restarted = self._cause, now - self._restarting_since if self._kind is NodeState.RESTARTING else 0.0
+        self._become(NodeState.STARTING, cause, now)
         self._round = _Round(now, cause, restarted)
 
     def workers_started(self, now: float) -> None:
         """The processes of the round's workers are there."""
         if self._round is not None:
             self._round.started = now
+
+    def look(self, now: float, found: Stamps) -> None:
+        """Tell what the workers do by their stamps, if that is news."""
+        if self._round is not None and self._round.over is None:
+            self._remember(found)
+            self._tell_parts(self._round, self._split(self._round, now, found)[0])
 
     def end_early(self, cause: str, now: float, found: Stamps = NO_STAMPS, certain: bool = True, again: bool = False) -> None:
         """The round is over before its work is done. ``certain``: the round record says why; else a later call may name another cause.
@@ -153,12 +162,15 @@ class Account:
         if one is not None:
             if one.over is None:
                 one.over, one.saved = now, found.saving
+                self._tell(Change(NodeState.STOPPING, now, cause))
             if certain or not one.over_cause:
                 one.over_cause, one.certain = cause, certain
-        elif self._kind is Spent.RESTARTING and (again or not self._certain):
+        elif self._kind is NodeState.RESTARTING and (again or not self._certain):
+            if certain and cause != self._cause:
+                self._tell(Change(NodeState.RESTARTING, now, cause))
             self._cause, self._certain = (cause, True) if certain else (self._cause, False)
-        elif self._kind not in (Spent.WAITING, Spent.SITTING_OUT) and certain and not again:
-            self._become(Spent.RESTARTING, cause, now)
+        elif self._kind not in (NodeState.JOINING, NodeState.SITTING_OUT) and certain and not again:
+            self._become(NodeState.RESTARTING, cause, now)
             self._certain = True
 
     def end_round(self, now: float, found: Stamps) -> RoundSpent | None:
@@ -171,21 +183,27 @@ class Account:
         for kind, seconds in parts.items():
             self._spent[kind, _charged(kind, one.cause)] += seconds
         if found.first is None:
-            self._unstamped[one.cause] += parts[Spent.TRAINING]
-        self.farthest, self._round = max(self.farthest, found.at), None
-        self._kind, self._cause, self._since = Spent.FINISHING, "", trained_until
-        if one.over is not None:
-            self._kind, self._cause, self._certain = Spent.RESTARTING, one.over_cause, one.certain
+            self._unstamped[one.cause] += parts[NodeState.RUNNING]
+        self._tell_parts(one, parts, ended=True)
+        self.farthest, self._round, self._since = max(self.farthest, found.at), None, trained_until
+        if one.over is None:
+            self._kind, self._cause = NodeState.FINISHING, ""
+            self._tell(Change(NodeState.FINISHING, trained_until, ""))
+        else:
+            self._kind, self._cause, self._certain = NodeState.RESTARTING, one.over_cause, one.certain
             self._restarting_since = trained_until
-        named = {kind.value: round(seconds, 3) for kind, seconds in parts.items()}
+            self._tell(Change(NodeState.STOPPING, trained_until, self._cause))
+            self._tell(Change(NodeState.RESTARTING, now, self._cause))
+        named = {WORDS[kind].spent: round(seconds, 3) for kind, seconds in parts.items()}
         return RoundSpent(one.cause, round(one.restarted, 3), **named)
 
     def end_part(self, now: float) -> None:
         """This node runs no further round, because the job is decided or this node leaves."""
-        if self._kind is Spent.RESTARTING:
-            self._kind, self._cause = Spent.FINISHING, ""
+        if self._kind is NodeState.RESTARTING:
+            self._kind, self._cause = NodeState.FINISHING, ""
+            self._tell(Change(NodeState.FINISHING, self._since, ""))
         else:
-            self._become(Spent.FINISHING, "", now)
+            self._become(NodeState.FINISHING, "", now)
 
     def totals(self, now: float, found: Stamps) -> Totals:
         """Return the account as of now. ``found``: the stamps of the running round."""
@@ -196,27 +214,27 @@ class Account:
             parts, since = self._split(self._round, now, found)
             for part, seconds in parts.items():
                 spent[part, _charged(part, self._round.cause)] += seconds
-            kind, cause = Spent.RESTARTING, self._round.over_cause
+            kind, cause = NodeState.RESTARTING, self._round.over_cause
         spent[kind, cause] += now - since
-        if kind is Spent.RESTARTING and cause:
+        if kind is NodeState.RESTARTING and cause:
             ended[cause] += 1
         return self._as_totals(spent, ended, now - self._began)
 
-    def _as_totals(self, spent: Mapping[tuple[Spent, str], float], ended: Mapping[str, int], total: float) -> Totals:
-        by_kind, by_cause = dict.fromkeys(Spent, 0.0), defaultdict[str, float](float)
+    def _as_totals(self, spent: Mapping[tuple[NodeState, str], float], ended: Mapping[str, int], total: float) -> Totals:
+        by_kind, by_cause = dict.fromkeys(SPENT, 0.0), defaultdict[str, float](float)
         for (kind, cause), value in spent.items():
-            by_kind[kind] += value
+            by_kind[WORDS[kind].spent] += value
             if cause:
                 by_cause[cause] += value
         for cause, value in self._unstamped.items() if self._stamped else ():  # those rounds ended before their first step
-            by_kind[Spent.TRAINING] -= value
-            by_kind[Spent.STARTING] += value
+            by_kind[_TRAINING] -= value
+            by_kind[WORDS[NodeState.STARTING].spent] += value
             if cause:
                 by_cause[cause] += value
-        seconds: dict[str, float | None] = {kind.value: round(value, 3) for kind, value in by_kind.items()}
-        seconds |= {} if self._numbered else {Spent.REPEATED.value: None}
-        seconds |= {} if self._saved else {Spent.SAVING.value: None}
-        goodput = by_kind[Spent.TRAINING] / total if total > 0 else 0.0
+        seconds: dict[str, float | None] = {kind: round(value, 3) for kind, value in by_kind.items()}
+        seconds |= {} if self._numbered else {WORDS[NodeState.REPEATED].spent: None}
+        seconds |= {} if self._saved else {WORDS[NodeState.SAVING].spent: None}
+        goodput = by_kind[_TRAINING] / total if total > 0 else 0.0
         lost = {cause: round(value, 3) for cause, value in sorted(by_cause.items(), key=lambda item: -item[1])}
         return Totals(round(total, 3), round(goodput, 4), seconds, lost, dict(ended), self._stamped)
 
@@ -226,7 +244,7 @@ class Account:
         self._numbered = self._numbered or found.at > 0
         self._saved = self._saved or found.saving > 0
 
-    def _split(self, one: _Round, now: float, found: Stamps) -> tuple[dict[Spent, float], float]:
+    def _split(self, one: _Round, now: float, found: Stamps) -> tuple[dict[NodeState, float], float]:
         """Return the seconds of a round by kind, and the moment until which it has trained.
 
         Training ends with the last step where the round ended early: what came after this step is lost.
@@ -242,44 +260,48 @@ class Account:
             caught_up = until if found.caught_up is None else min(max(first, found.caught_up), until)
         saving = min(found.saving if one.over is None else one.saved, until - caught_up)
         parts = {
-            Spent.STARTING: first - one.began,
-            Spent.REPEATED: caught_up - first,
-            Spent.SAVING: saving,
-            Spent.TRAINING: until - caught_up - saving,
+            NodeState.STARTING: first - one.began,
+            NodeState.REPEATED: caught_up - first,
+            NodeState.SAVING: saving,
+            NodeState.RUNNING: until - caught_up - saving,
         }
         return parts, until
 
-    def _become(self, kind: Spent, cause: str, now: float) -> None:
+    def _tell_parts(self, one: _Round, parts: Mapping[NodeState, float], ended: bool = False) -> None:
+        """Tell into what the time since the start of a round is divided, if that is news, or all that is to be told of it."""
+        known = [kind for kind, seconds in parts.items() if seconds > 0], round(parts[NodeState.STARTING], 1)
+        if known == one.told and not ended:
+            return
+        one.told, at = known, one.began
+        for kind, seconds in parts.items():
+            if seconds > 0:
+                self._tell(Change(kind, at, one.cause))
+            at += seconds
+
+    def _become(self, kind: NodeState, cause: str, now: float) -> None:
         self._spent[self._kind, self._cause] += now - self._since
-        if self._kind is Spent.RESTARTING:
+        if self._kind is NodeState.RESTARTING:
             self._ended[self._cause] += 1
-        elif kind is Spent.RESTARTING:
+        elif kind is NodeState.RESTARTING:
             self._restarting_since = now
+        if (kind, cause) != (self._kind, self._cause):
+            self._tell(Change(kind, now, cause))
         self._kind, self._cause, self._since, self._certain = kind, cause, now, False
 
 
-def _charged(kind: Spent, cause: str) -> str:
+def _charged(kind: NodeState, cause: str) -> str:
     """Return the cause that is charged with a round's seconds of this kind: that of the round's start, or none."""
-    return cause if kind in (Spent.STARTING, Spent.REPEATED) else ""
+    return cause if kind in (NodeState.STARTING, NodeState.REPEATED) else ""
 
 
 # -- in words ------------------------------------------------------------------------------------------------------------------
 
-_WORDS = {
-    Spent.TRAINING: "training",
-    Spent.REPEATED: "steps done again",
-    Spent.SAVING: "saving",
-    Spent.RESTARTING: "restarting",
-    Spent.STARTING: "starting",
-    Spent.WAITING: "waiting for nodes",
-    Spent.SITTING_OUT: "sitting out",
-    Spent.FINISHING: "finishing",
-}
+_TITLES = {words.spent: words.title for words in WORDS.values() if words.spent}
 
 
 def lines(node: str, totals: Totals) -> list[str]:
     """Return the account in three lines for people. ``node``: the host name."""
-    known = {_WORDS[kind]: totals.seconds[kind.value] for kind in _WORDS}
+    known = {_TITLES[kind]: seconds for kind, seconds in totals.seconds.items()}
     unknown = [] if totals.steps_stamped else ["first steps of the rounds"]
     unknown += [words for words, seconds in known.items() if seconds is None]
     at_most = "at most " if unknown else ""

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from elastirun import clock
 from elastirun.agent.observe import account, events
-from elastirun.agent.observe.account import FAILURE, LEAVE, Account, Stamps, Totals
+from elastirun.agent.observe.account import FAILURE, LEAVE, Account, Change, Stamps, Totals
 from elastirun.agent.observe.events import Event
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.part import NodeRound, Part
 from elastirun.rendezvous.wire.actions import Stop
@@ -27,7 +28,6 @@ class Accounting(Part):
     """The account of this node from the start of its process on. ``write`` gets events."""
 
     def __init__(self, pages: ProgressPages, write: Callable[[Event], None]) -> None:
-        self._account = Account(clock.STARTED)
         self._pages, self._write = pages, write
         self._broken: tuple[int, Broken] | None = None  # the end of a round that was seen last, with the round's number
         self._over = 0  # the number of the last round whose end the account knows, whatever the cause
@@ -35,6 +35,7 @@ class Accounting(Part):
         self._began = 0.0  # when its workers were started
         self._steps_at = math.inf  # when to write the next event with the steps; infinity: no workers run
         self._shown: Page | None = None  # the page of the last such event
+        self._account = Account(clock.STARTED, self._write_change)
 
     @property
     def farthest(self) -> int:
@@ -59,10 +60,11 @@ class Accounting(Part):
         self._steps_at, self._shown = clock.now() + OFTEN, None
 
     def tick(self, now: float) -> float:
-        """Write the steps if it is time. Returns when to be called next, on ``elastirun.clock``."""
+        """Write the steps, and what they show, if it is time. Returns when to be called next, on ``elastirun.clock``."""
         if now >= self._steps_at:
             self._steps_at = now + (OFTEN if now - self._began < YOUNG else SELDOM)
             self._write_steps()
+            self._account.look(now, self._stamps())
         return self._steps_at
 
     def see(self, record: RoundRecord | None, now: float) -> None:
@@ -101,6 +103,13 @@ class Accounting(Part):
         totals = self.totals(clock.now())
         self._write(events.Account(**vars(totals)))
         return totals
+
+    def _write_change(self, change: Change) -> None:
+        """Write a change of state, with the round that has ended, or else whose workers run here or ran last."""
+        over = change.state in (NodeState.STOPPING, NodeState.RESTARTING)
+        number = max(self._number, self._over) if over else self._number
+        ago = round(max(0.0, clock.now() - change.at), 3)
+        self._write(events.State(change.state, ago, number, change.cause))
 
     def _write_steps(self) -> None:
         """Write the steps of the worker that has made most of them, unless they have been written."""

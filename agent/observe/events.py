@@ -12,6 +12,7 @@ from typing import ClassVar
 from elastirun import clock
 from elastirun.agent import part
 from elastirun.agent.observe import account
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.output.log_files import LogFile
 from elastirun.agent.part import NodeRound, Part
 from elastirun.rendezvous.wire import actions
@@ -27,6 +28,16 @@ class Event:
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
+
+
+@dataclass(frozen=True)
+class State(Event, kind="state"):
+    """This node does something else from now on, or since a while: the past is told again when more is known of it."""
+
+    state: NodeState
+    ago: float  # seconds before this event since when; what earlier events told of the time since then does not count
+    round: int  # whose workers run here, or ran last; 0: none yet. Between two rounds: the last one that has ended
+    cause: str  # why that round has ended early, if it has; while it runs: why the one before has; empty: none has
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from elastirun.agent.host import net
 from elastirun.agent.observe.account import Totals
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.events import RoundEvents
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.agent.quarantine import Quarantine
 from elastirun.agent.session import Session
-from elastirun.agent.status import metrics
+from elastirun.agent.status import job_status, metrics
 from elastirun.agent.status.http_port import HttpPort, Response, Snapshots, text
 from elastirun.agent.store.listening import EVERYWHERE
 from elastirun.agent.workers.checkpoint_memory import CheckpointMemory
@@ -31,15 +32,8 @@ from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.wire.records import Cause, Status
 
 OPTION = "--health-port"
-JOINING, RUNNING, STOPPING, FINISHING, SITTING_OUT = "joining", "running", "stopping", "finishing", "sitting_out"
-STATES = {
-    Status.JOINING: JOINING,
-    Status.READY: JOINING,
-    Status.RUNNING: RUNNING,
-    Status.DRAINING: STOPPING,
-    Status.DONE: FINISHING,
-    Status.LEFT: FINISHING,
-}
+BY_ROW = {**job_status.BY_ROW, Status.LEFT: NodeState.FINISHING}  # an agent that answers is still about to end
+STATES = (*dict.fromkeys(BY_ROW.values()), NodeState.SITTING_OUT)
 CAUSES = (*(cause.value for cause in Cause), "unknown")
 
 
@@ -61,7 +55,7 @@ class Parts:
 class Snapshot:
     """One moment of an agent. The fields are those of /status."""
 
-    state: str  # of ``STATES``, or SITTING_OUT
+    state: NodeState  # one of ``STATES``
     version: str
     job: str  # --rdzv-id
     node: str  # host name
@@ -91,9 +85,9 @@ class Snapshot:
 def snapshot(parts: Parts, now: float) -> Snapshot:
     """Return the state of an agent. Called in the loop's thread."""
     config, machine, started_at = parts.config, parts.session.machine, parts.rounds.started_at
-    record, row, state = machine.record, machine.row, STATES[machine.state]
+    record, row, state = machine.record, machine.row, BY_ROW[machine.state]
     return Snapshot(
-        state=SITTING_OUT if parts.quarantine.out else state,
+        state=NodeState.SITTING_OUT if parts.quarantine.out else state,
         version=__version__,
         job=config.run_id,
         node=row.name,
@@ -129,11 +123,12 @@ def _joins_waiting(machine: Machine) -> int:
     return sum(machine.store.quiet(row.id) <= machine.rules.expire for row in waiting)
 
 
-def _workers(workers: Workers, state: str, started: int) -> dict[str, int]:
+def _workers(workers: Workers, state: NodeState, started: int) -> dict[str, int]:
     """Return the workers by state. ``started``: workers of each round on this node."""
     alive = len(workers.alive)
     ended = started - alive if workers.running else 0
-    return {"running": 0 if state == STOPPING else alive, "stopping": alive if state == STOPPING else 0, "ended": ended}
+    stopping = alive if state is NodeState.STOPPING else 0
+    return {"running": alive - stopping, "stopping": stopping, "ended": ended}
 
 
 # -- the pages ----------------------------------------------------------------------------------------------------------------
@@ -146,7 +141,7 @@ def healthz(snapshot: Snapshot) -> Response:
 
 def readyz(snapshot: Snapshot) -> Response:
     """Answer whether workers of a round run on this node."""
-    return text(HTTPStatus.OK if snapshot.state == RUNNING else HTTPStatus.SERVICE_UNAVAILABLE, snapshot.state)
+    return text(HTTPStatus.OK if snapshot.state is NodeState.RUNNING else HTTPStatus.SERVICE_UNAVAILABLE, snapshot.state)
 
 
 def status(snapshot: Snapshot) -> Response:
@@ -157,7 +152,7 @@ def status(snapshot: Snapshot) -> Response:
 def metrics_page(snapshot: Snapshot) -> Response:
     """Return the snapshot in the text format of Prometheus, if the package for that is installed."""
     try:
-        body, content_type = metrics.render(asdict(snapshot), dict.fromkeys((*STATES.values(), SITTING_OUT)))
+        body, content_type = metrics.render(asdict(snapshot), STATES)
     except ImportError:
         why = "prometheus-client is not installed where elastirun runs; pip install '.[metrics]' in its folder"
         return text(HTTPStatus.NOT_IMPLEMENTED, why)

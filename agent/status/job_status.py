@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from elastirun.agent.failures.strikes import sits_out
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.rendezvous.failures import describe, root_cause
 from elastirun.rendezvous.formation import names
@@ -18,14 +19,13 @@ from elastirun.rendezvous.rules import hold, why_held
 from elastirun.rendezvous.wire.records import Member, NodeRow, RoundRecord, Status
 
 FORMING, STARTING, RUNNING, FINISHING, RESTARTING = "forming", "starting", "running", "finishing", "restarting"  # and the verdicts
-LOST, LEFT, ABSENT, SPARE, JOINING, SITTING_OUT = "lost", "left", "absent", "spare", "joining", "sitting_out"
-STATES = {  # of a member, by its row
-    Status.JOINING: JOINING,
-    Status.READY: "starting",
-    Status.RUNNING: "running",
-    Status.DONE: "done",
-    Status.DRAINING: "stopping",
-    Status.LEFT: LEFT,
+BY_ROW = {  # the state of a member
+    Status.JOINING: NodeState.JOINING,
+    Status.READY: NodeState.JOINING,
+    Status.RUNNING: NodeState.RUNNING,
+    Status.DONE: NodeState.FINISHING,
+    Status.DRAINING: NodeState.STOPPING,
+    Status.LEFT: NodeState.LEFT,
 }
 MOST_FAILURES, MOST_LEFT = 4, 4  # lines about failed workers, and about nodes that have left
 QUIET = 2.5  # seconds without a change of a row that are worth a word: five beats
@@ -42,7 +42,7 @@ class NodeStatus:
     first_rank: int | None  # of its workers
     workers: int
     role: str
-    state: str  # a value of ``STATES``, or LOST, ABSENT, SPARE, SITTING_OUT
+    state: NodeState
     hosts_store: bool
     quiet: float  # seconds since its row has changed, as far as it was watched; 0: less than QUIET
 
@@ -178,14 +178,15 @@ def _members(view: View) -> list[NodeStatus]:
     return found
 
 
-def _state_of(view: View, m: Member, row: NodeRow | None) -> str:
+def _state_of(view: View, m: Member, row: NodeRow | None) -> NodeState:
     if view.is_lost(m):
-        return LOST
+        return NodeState.LOST
     if row is None:
-        return ABSENT
+        return NodeState.ABSENT
     if sits_out(row):
-        return SITTING_OUT
-    return STATES[row.status] if row.round == view.record.round or row.status is Status.LEFT else JOINING
+        return NodeState.SITTING_OUT
+    of_this_round = row.round == view.record.round or row.status is Status.LEFT
+    return BY_ROW[row.status] if of_this_round else NodeState.JOINING
 
 
 def _others(view: View, most: int | None) -> list[NodeStatus]:
@@ -194,13 +195,13 @@ def _others(view: View, most: int | None) -> list[NodeStatus]:
     full = record.open and most is not None and len(record.members) >= most
     out = [row for row in view.rows.values() if sits_out(row) and record.index(row.id) is None]
     rows = sorted((*view.newcomers(), *out), key=lambda row: (row.name, row.address, row.id))
-    waiting = SPARE if full else JOINING
-    return [_node(view, row, None, None, SITTING_OUT if sits_out(row) else waiting, row.hosts) for row in rows]
+    waiting = NodeState.SPARE if full else NodeState.JOINING
+    return [_node(view, row, None, None, NodeState.SITTING_OUT if sits_out(row) else waiting, row.hosts) for row in rows]
 
 
-def _node(view: View, of: Member | NodeRow, node_rank: int | None, first: int | None, state: str, hosts: bool) -> NodeStatus:
+def _node(view: View, of: Member | NodeRow, node_rank: int | None, first: int | None, state: NodeState, hosts: bool) -> NodeStatus:
     quiet = view.quiet(of.id)
-    quiet = round(quiet, 1) if quiet >= QUIET and state not in (LOST, LEFT) else 0.0
+    quiet = round(quiet, 1) if quiet >= QUIET and state not in (NodeState.LOST, NodeState.LEFT) else 0.0
     hosts = hosts if view.record.term == 0 else of.id == view.record.host
     return NodeStatus(of.id, of.name, of.address, node_rank, first, of.slots, of.role, state, hosts, quiet)
 

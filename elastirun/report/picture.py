@@ -6,35 +6,10 @@ from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
-from elastirun.report.story import (
-    FINISHING,
-    JOINING,
-    REPEATED,
-    RESTARTING,
-    RUNNING,
-    SAVING,
-    SITTING_OUT,
-    STARTING,
-    STATES,
-    STOPPING,
-    UNACCOUNTED,
-    Lane,
-    Story,
-)
+from elastirun.agent.observe.node_states import WORDS, NodeState
+from elastirun.report.story import Lane, Story
 from elastirun.report.words import clean, seconds
 
-COLORS = {  # of Okabe and Ito, which also people tell apart who see few colors
-    JOINING: "#cccccc",
-    STARTING: "#f0e442",
-    RUNNING: "#009e73",
-    REPEATED: "#cc79a7",
-    SAVING: "#56b4e9",
-    STOPPING: "#e69f00",
-    RESTARTING: "#d55e00",
-    SITTING_OUT: "#0072b2",
-    FINISHING: "#999999",
-    UNACCOUNTED: "#a8d8c8",
-}
 BUTTONS = ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]  # one of plotly's others sends the data to its makers
 MOST_SEGMENTS = 30_000  # bars; a browser draws them in seconds
 MOST_RATES = 50_000  # points of step rates
@@ -120,7 +95,7 @@ def _add_world_size(figure: Any, go: Any, story: Story) -> None:
             x=[_date(one.at) for one in story.faults],
             y=[0] * len(story.faults),
             mode="markers",
-            marker={"symbol": "triangle-up", "size": 11, "color": COLORS[RESTARTING]},
+            marker={"symbol": "triangle-up", "size": 11, "color": WORDS[NodeState.RESTARTING].color},
             hovertext=[escape(text) for text in texts],
             hoverinfo="text",
             name="end of a round",
@@ -133,22 +108,25 @@ def _add_world_size(figure: Any, go: Any, story: Story) -> None:
 def _add_lanes(figure: Any, go: Any, lanes: list[Lane], rows: list[tuple[str, int]]) -> None:
     """Add the states of all agents: one trace per state, so that the legend has each once."""
     places = {row: place for place, row in enumerate(rows)}
-    for state in STATES:
+    for state, its in WORDS.items():
         found = [(lane, one) for lane in lanes for one in lane.segments if one.state == state]
         if not found:
             continue
         rounds = [f", round {one.round}" if one.round else "" for _, one in found]
-        texts = [f"{clean(lane.name)}: {state} {seconds(one.seconds)}{number}" for (lane, one), number in zip(found, rounds, strict=True)]
+        texts = [
+            f"{clean(lane.name)}: {its.title} {seconds(one.seconds)}{number}. {its.means}"
+            for (lane, one), number in zip(found, rounds, strict=True)
+        ]
         figure.add_trace(
             go.Bar(
                 orientation="h",
                 base=[_date(one.begin) for _, one in found],
                 x=[1000 * one.seconds for _, one in found],  # milliseconds on an axis of dates
                 y=[places[_row(lane)] for lane, _ in found],
-                marker={"color": COLORS[state], "line": {"width": 0}},
+                marker={"color": its.color, "line": {"width": 0}},
                 hovertext=[escape(text) for text in texts],
                 hoverinfo="text",
-                name=state,
+                name=its.title,
             ),
             row=2,
             col=1,

@@ -1,28 +1,27 @@
 """Turns the events of all agents into what the page shows: lanes of states, rounds, faults with their costs, failures. Pure.
 
-The lane of an agent is divided without gaps, so its states add up to its life, as in the account (docs/account.md).
+The lane of an agent has the states that it has recorded, without gaps, so they add up to its life, as in the account (docs/account.md).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from elastirun.agent.observe.node_states import WORDS, NodeState
 from elastirun.report.clocks import AgentEvents, Timed
 from elastirun.report.reader import Event
 
-JOINING, STARTING, RUNNING, REPEATED, SAVING = "joining", "starting", "running", "done again", "saving"
-STOPPING, RESTARTING, SITTING_OUT = "stopping", "restarting", "sitting out"
-FINISHING, UNACCOUNTED = "finishing", "not accounted"
-STATES = (JOINING, STARTING, RUNNING, REPEATED, SAVING, STOPPING, RESTARTING, SITTING_OUT, FINISHING, UNACCOUNTED)
 OTHER_LOSSES = {  # seconds without training that no fault has caused
-    JOINING: "waiting for nodes, from the start of an agent on",
-    STARTING: "first start",
-    SAVING: "saving checkpoints",
-    SITTING_OUT: "nodes that sat out for their strikes",
-    FINISHING: "finishing",
+    NodeState.JOINING: "waiting for nodes",
+    NodeState.STARTING: "first start",
+    NodeState.SAVING: "saving checkpoints",
+    NodeState.SITTING_OUT: "nodes that sat out for their strikes",
+    NodeState.FINISHING: "finishing",
 }
+COSTS = (NodeState.STOPPING, NodeState.RESTARTING, NodeState.STARTING, NodeState.REPEATED)  # of the end of a round
+RECORDED = {state.value: state for state, words in WORDS.items() if words.color}
 CAUSES = {
     "failure": "a worker failed",
     "lost": "a node was lost",
@@ -30,7 +29,6 @@ CAUSES = {
     "join": "a node joined",
     "unknown": "a cause that no event tells",
 }
-GAVE_UP = ("timeout", "store lost")  # outcomes of an agent that waited for a next round
 MOST_LINES = 400  # lines of one stack or traceback
 
 FaultKey = tuple[int, int]  # number of the job, and of the round that ended early
@@ -40,7 +38,7 @@ FaultKey = tuple[int, int]  # number of the job, and of the round that ended ear
 class Segment:
     """A time in which an agent was in one state. ``fault``: what has caused it; None: none has."""
 
-    state: str
+    state: NodeState
     begin: float
     end: float
     round: int
@@ -61,7 +59,7 @@ class Lane:
     shifted: float
     begin: float
     end: float
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Segment]
     rates: list[tuple[float, float]] = field(default_factory=list)  # time, steps per second
     outcome: str = ""  # of its ``end`` event; empty: it has none, so the agent was killed or still runs
     number: int = 0  # of the lane among those with the same name
@@ -77,7 +75,7 @@ class Fault:
     cause: str
     reason: str
     by: str
-    cost: dict[str, float] = field(default_factory=dict)  # seconds by state
+    cost: dict[NodeState, float] = field(default_factory=dict)  # seconds
     nodes: int = 0  # that it has cost something
 
     @property
@@ -126,11 +124,12 @@ class Story:
     faults: list[Fault]
     rounds: list[Round]
     failures: list[Failure]
-    spent: dict[str, float]  # seconds of all lanes by state
+    spent: dict[NodeState, float]  # seconds of all lanes
     losses: list[Loss]  # the largest first
     begin: float
     end: float
     outcome: str  # how the job ended, for people
+    recorded: bool  # the agents have recorded their states: all of them
     steps_known: bool
     repeats_known: bool
 
@@ -141,7 +140,7 @@ class Story:
 
     @property
     def goodput(self) -> float:
-        return self.spent.get(RUNNING, 0.0) / self.total if self.total > 0 else 0.0
+        return self.spent.get(NodeState.RUNNING, 0.0) / self.total if self.total > 0 else 0.0
 
 
 def tell(agents: Sequence[AgentEvents]) -> Story:
@@ -152,7 +151,7 @@ def tell(agents: Sequence[AgentEvents]) -> Story:
     faults = _faults(agents)
     for lane in lanes:
         _charge(lane, faults)
-    spent: defaultdict[str, float] = defaultdict(float)
+    spent = defaultdict[NodeState, float](float)
     for segment in (segment for lane in lanes for segment in lane.segments):
         spent[segment.state] += segment.seconds
     every = [one.event for agent in agents for one in agent.events]
@@ -167,6 +166,7 @@ def tell(agents: Sequence[AgentEvents]) -> Story:
         begin=min(lane.begin for lane in lanes),
         end=max(lane.end for lane in lanes),
         outcome=_outcome(agents),
+        recorded=all(any(one.event.kind == "state" for one in agent.events) for agent in agents),
         steps_known=any(event.kind == "steps" for event in every),
         repeats_known=any(event.kind == "steps" and event.number("step") is not None for event in every),
     )
@@ -175,119 +175,43 @@ def tell(agents: Sequence[AgentEvents]) -> Story:
 # -- lanes ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Walk:
-    """Walks through the events of one agent and divides its life. ``at``: until when it is divided."""
-
-    def __init__(self, job: int, begin: float, stepped: set[int] | None) -> None:
-        """``stepped``: the rounds in which steps were stamped; None: they never are."""
-        self._stepped = stepped
-        self.segments: list[Segment] = []
-        self._job, self.at = job, begin
-        self.state, self.round = JOINING, 0
-        self.fault: FaultKey | None = None
-        self._started: float | None = None  # when the workers of the running round were started
-        self._stopping: float | None = None  # when they got the stop signal
-        self._wait_since = 0  # index of the first segment after the last round
-
-    @property
-    def running(self) -> bool:
-        return self._started is not None
-
-    def see(self, one: Timed) -> None:
-        """Take the next event."""
-        event = one.event
-        if event.kind == "round":
-            self.start(event.whole("round"), one.at)
-        elif event.kind == "round_spent":
-            self.spend(event, one.at)
-        elif event.kind == "stop":
-            self.stop(one.at)
-        elif event.kind == "broken":
-            self.broken(event.whole("round"), one.at)
-        elif event.kind in ("sits_out", "sat_out") and not self.running:
-            self.become(SITTING_OUT if event.kind == "sits_out" else JOINING, one.at)
-            self.fault, self.round = None, 0
-
-    def become(self, state: str, at: float) -> None:
-        """Close the present state."""
-        self.put(self.state, at)
-        self.state = state
-
-    def put(self, state: str, until: float) -> None:
-        if until > self.at:
-            self.segments.append(Segment(state, self.at, until, self.round, self.fault))
-            self.at = until
-
-    def start(self, number: int, at: float) -> None:
-        if self.running:  # its end is missing in the file
-            self.end_unseen(at)
-        self.become(STARTING, at)
-        self.round, self._started, self._stopping = number, at, None
-
-    def stop(self, at: float) -> None:
-        self._stopping = at if self._stopping is None else self._stopping
-
-    def spend(self, event: Event, at: float) -> None:
-        """Divide the round by what its agent has counted."""
-        if not self.running:
-            return
-        for name, state in (("starting", STARTING), ("repeated", REPEATED)):
-            self.put(state, min(at, self.at + event.seconds(name)))
-        if self._stepped is not None and self.round not in self._stepped:  # it ended before its first step, see Account
-            self.put(STARTING, min(at, self.at + event.seconds("training")))
-        self.fault = None
-        for name, state in (("saving", SAVING), ("training", RUNNING)):
-            self.put(state, min(at, self.at + event.seconds(name)))
-        self.fault, self._started = (self._job, self.round), None
-        self._wait_since = len(self.segments)
-        self.put(STOPPING, at)
-        self.state = RESTARTING
-
-    def end_unseen(self, at: float) -> None:
-        """Close a round whose account is missing."""
-        self.fault = None
-        if self._stopping is not None:
-            self.put(UNACCOUNTED, min(at, self._stopping))
-        self.put(UNACCOUNTED if self._stopping is None else STOPPING, at)
-        self._started, self.state = None, RESTARTING
-        self.fault, self._wait_since = (self._job, self.round), len(self.segments)
-
-    def broken(self, number: int, at: float) -> None:
-        """Charge another fault from now on: a round has ended early before this node's workers were started."""
-        if self.state == RESTARTING and not self.running and number > self.round:
-            self.put(RESTARTING, at)
-            self.fault = (self._job, number)
-
-    def finish(self, at: float, gave_up: bool) -> list[Segment]:
-        """Return the segments. What follows the last round is no restart, because none came, unless the agent gave up waiting."""
-        if self.running:
-            self.end_unseen(at)
-        else:
-            self.put(self.state, at)
-        after = [Segment(FINISHING, one.begin, one.end, one.round) for one in self.segments[self._wait_since :]]
-        return self.segments if self.state in (JOINING, SITTING_OUT) or gave_up else self.segments[: self._wait_since] + after
-
-
 def _lane(agent: AgentEvents, lost: dict[FaultKey, float]) -> Lane:
-    first, last = agent.events[0], agent.events[-1]
-    begin = first.at
-    for one in agent.events:
-        if one.event.kind == "account":  # its seconds begin with the agent, before the first event
-            begin = max(0.0, min(begin, one.at - one.event.seconds("total")))
-    stepped = {one.event.whole("round") for one in agent.events if one.event.kind == "steps"}
-    walk = _Walk(agent.job, begin, stepped or None)
-    lane = Lane(agent.node, agent.name, agent.job, agent.shifted, begin, last.at)
-    for one in agent.events:
-        walk.see(one)
-        rate = one.event.number("steps_per_second")
-        if one.event.kind == "steps" and rate is not None:
-            lane.rates.append((one.at, rate))
-        elif one.event.kind == "end":
-            lane.outcome = one.event.text("outcome") or "ended"
-    if not lane.outcome and walk.running:  # its death is what the others have noticed
-        lane.end = max(lane.end, lost.get((agent.job, walk.round), lane.end))
-    lane.segments = walk.finish(lane.end, lane.outcome in GAVE_UP)
+    steps = [one for one in agent.events if one.event.kind == "steps"]
+    segments = _recorded(agent, {one.event.whole("round") for one in steps})
+    lane = Lane(agent.node, agent.name, agent.job, agent.shifted, segments[0].begin, segments[-1].end, segments)
+    lane.rates = [(one.at, rate) for one in steps if (rate := one.event.number("steps_per_second")) is not None]
+    lane.outcome = next((one.event.text("outcome") or "ended" for one in agent.events if one.event.kind == "end"), "")
+    noticed = lost.get((agent.job, segments[-1].round), 0.0)
+    if not lane.outcome and noticed > lane.end:  # its death is what the others noticed
+        segments.append(Segment(NodeState.UNKNOWN, lane.end, noticed, segments[-1].round))
+        lane.end = noticed
+    lane.segments = [one for one in segments if one.seconds > 0]
     return lane
+
+
+def _recorded(agent: AgentEvents, stepped: set[int]) -> list[Segment]:
+    """Return the states that the agent has recorded, until its last event. ``stepped``: rounds in which its workers made steps.
+
+    Of one time that was told twice the later word counts.
+    """
+    found = [Segment(NodeState.UNKNOWN, agent.events[0].at, 0.0, 0)]
+    for one in agent.events:
+        if one.event.kind == "state":
+            at = max(0.0, one.at - one.event.seconds("ago"))
+            while found and found[-1].begin >= at:
+                found.pop()
+            found.append(_segment(agent.job, one.event, at, stepped))
+    ends = [*(one.begin for one in found[1:]), agent.events[-1].at]
+    return [replace(one, end=end) for one, end in zip(found, ends, strict=True)]
+
+
+def _segment(job: int, event: Event, at: float, stepped: set[int]) -> Segment:
+    """Return what a state event says, without its end."""
+    state, number = RECORDED.get(event.text("state"), NodeState.UNKNOWN), event.whole("round")
+    if state is NodeState.RUNNING and stepped and number not in stepped:  # the round ended before its first step, see Account
+        state = NodeState.STARTING
+    ended = number if state in (NodeState.STOPPING, NodeState.RESTARTING) else number - 1
+    return Segment(state, at, at, number, (job, ended) if event.text("cause") and state in COSTS else None)
 
 
 def _losses_of_nodes(agents: Sequence[AgentEvents]) -> dict[FaultKey, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.report.clocks import DELAY
-from elastirun.report.story import REPEATED, RESTARTING, STARTING, STOPPING, UNACCOUNTED, Fault, Loss, Story
+from elastirun.report.story import Fault, Loss, Story
 
 MOST = 300  # characters of one text on the page
 
@@ -45,8 +46,8 @@ def summary(story: Story) -> list[str]:
     jobs = len({lane.job for lane in story.lanes})
     agents = f"{nodes} agent{'s' * (nodes > 1)}" + (f", which had no round in common: {jobs} jobs" if jobs > 1 else "")
     known = "" if story.repeats_known else "At most "
-    unknown = story.spent.get(UNACCOUNTED, 0.0)
-    killed = f"; of {share(unknown, story.total)}, rounds that still run or whose agent was killed, this is not known" if unknown else ""
+    unknown = story.spent.get(NodeState.UNKNOWN, 0.0)
+    killed = f"; of {share(unknown, story.total)}, of which no event tells, this is not known" if unknown else ""
     found = [
         f"{moment(story.begin)} to {moment(story.end)} UTC, {seconds(took)}; {agents}.",
         f"{clean(story.outcome)}.",
@@ -78,6 +79,8 @@ def notes(story: Story, left_out: Sequence[str]) -> list[str]:
     killed = sum(not lane.outcome for lane in story.lanes)
     if killed:
         found.append(f"{killed} of {len(story.lanes)} agents wrote no last event: they were killed, or still run.")
+    if not story.recorded:
+        found.append("Some agents recorded no states, as those of earlier versions do: their lanes are not accounted.")
     if not story.steps_known:
         found.append("The workers stamp no steps: their start and steps done again count as training.")
     elif not story.repeats_known:
@@ -96,6 +99,6 @@ def loss_row(loss: Loss, story: Story) -> list[str]:
 
 def fault_row(fault: Fault) -> list[str]:
     """Return the cells of a fault."""
-    columns = ((STOPPING, RESTARTING), (STARTING,), (REPEATED,))
+    columns = ((NodeState.STOPPING, NodeState.RESTARTING), (NodeState.STARTING,), (NodeState.REPEATED,))
     parts = [fault.seconds, *(sum(fault.cost.get(state, 0.0) for state in states) for states in columns)]
     return [moment(fault.at)[11:], str(fault.round), fault.cause, clean(fault.reason), *map(seconds, parts), str(fault.nodes)]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent.observe.account import NO_STAMPS, Account, Spent, Stamps, Totals, lines, stamps
+from elastirun.agent.observe.account import NO_STAMPS, Account, Change, Stamps, Totals, lines, stamps
 from elastirun.agent.observe.accounting import Accounting
+from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.part import NodeRound
 from elastirun.rendezvous.wire.records import Broken, Cause, RoundRecord
@@ -19,9 +20,9 @@ from tests.agent.test_hangs import pages, worker
 __all__ = ["pages", "worker"]  # fixtures
 
 
-def started(began: float = 10.0) -> Account:
+def started(began: float = 10.0, told: list[Change] | None = None) -> Account:
     """An account whose first round starts at ``began``; the agent was up at 2 and its workers' processes take 1 s."""
-    account = Account(0.0)
+    account = Account(0.0, [].append if told is None else told.append)
     account.join(2.0)
     account.start_round(began)
     account.workers_started(began + 1)
@@ -182,7 +183,7 @@ def test_the_end_of_a_job_is_no_restart_but_a_wait_in_vain_is(decided: bool, kin
 
 
 def test_a_node_beside_the_rounds_waits() -> None:
-    account = Account(0.0)
+    account = Account(0.0, [].append)
     account.join(1.0)
     account.end_early("failure", 5.0)
     assert spent(account.totals(9.0, NO_STAMPS)) == {"starting": 1.0, "waiting": 8.0}
@@ -203,7 +204,7 @@ def test_a_node_that_sits_out_does_so_until_it_joins_again() -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_happens_and_is_stamped_the_parts_add_up(seed: int) -> None:
     rng, now = random.Random(seed), 5.0
-    account = Account(now)
+    account = Account(now, [].append)
 
     def found() -> Stamps:
         moments = [rng.choice([None, rng.uniform(-10, 2 * now)]) for _ in range(3)]
@@ -225,8 +226,70 @@ def test_whatever_happens_and_is_stamped_the_parts_add_up(seed: int) -> None:
         assert sum(totals.lost_seconds.values()) <= totals.total + 0.01 and 0 <= totals.goodput <= 1
 
 
+def drawn(told: list[Change], now: float) -> list[tuple[NodeState, float, float]]:
+    """The states with their begin and end, where the later word counts."""
+    found: list[Change] = []
+    for change in told:
+        while found and found[-1].at >= change.at:
+            found.pop()
+        found.append(change)
+    ends = [*(change.at for change in found[1:]), now]
+    return [(change.state, change.at, end) for change, end in zip(found, ends, strict=True)]
+
+
+def test_each_change_of_state_is_told_and_told_again_when_more_is_known_of_it() -> None:
+    told: list[Change] = []
+    account = started(10.0, told)
+    account.look(20.0, NO_STAMPS)
+    assert drawn(told, 20.0)[-2:] == [(NodeState.STARTING, 10.0, 11.0), (NodeState.RUNNING, 11.0, 20.0)], "does it stamp at all?"
+    account.look(30.0, Stamps(first=25.0, last=30.0))
+    begin = [(NodeState.STARTING, 0.0, 2.0), (NodeState.JOINING, 2.0, 10.0), (NodeState.STARTING, 10.0, 25.0)]
+    assert drawn(told, 30.0) == [*begin, (NodeState.RUNNING, 25.0, 30.0)]
+    count = len(told)
+    account.look(40.0, Stamps(first=25.0, last=40.0))
+    assert len(told) == count, "that is no news"
+    account.end_early("failure", 50.0, Stamps(first=25.0, last=45.0))
+    assert drawn(told, 51.0)[-1] == (NodeState.STOPPING, 50.0, 51.0)
+    account.end_round(52.0, Stamps(first=25.0, last=45.0))
+    end = [(NodeState.RUNNING, 25.0, 45.0), (NodeState.STOPPING, 45.0, 52.0), (NodeState.RESTARTING, 52.0, 53.0)]
+    assert drawn(told, 53.0) == [*begin, *end]
+    assert [change.cause for change in told[-2:]] == ["failure", "failure"]
+    account.end_part(54.0)
+    assert drawn(told, 55.0)[-1] == (NodeState.FINISHING, 45.0, 55.0), "none came, so it was none"
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_changes_that_are_told_add_up_to_the_account(seed: int) -> None:
+    rng, now, told = random.Random(seed), 11.0, list[Change]()
+    account = started(10.0, told)
+    found, farthest = Stamps(first=12.0, last=14.0), 0
+    for _ in range(30):
+        now += rng.choice([0.1, 7.0])
+        what = rng.randrange(4)
+        if not account.running:
+            account.start_round(now) if what else account.end_early("lost", now)
+            first = now + rng.uniform(0.1, 9)
+            reached = rng.choice([0, farthest, farthest + 5])
+            found = Stamps(first, first + rng.uniform(0, 9), reached, rng.choice([None, first + 1]), rng.choice([0.0, 0.5]))
+        elif what == 0:
+            account.look(now, found)
+        elif what == 1:
+            account.end_early(rng.choice(["failure", "join"]), now, found, rng.random() < 0.5)
+        else:
+            account.end_round(now, found)
+            farthest = account.farthest
+    if account.running:
+        account.end_round(now, found)
+    seconds = dict.fromkeys(SPENT, 0.0)
+    for state, begin, end in drawn(told, now + 1):
+        seconds[WORDS[state].spent] += end - begin
+    assert spent(account.totals(now + 1, NO_STAMPS)) == pytest.approx(
+        {kind: value for kind, value in seconds.items() if value > 1e-6}, abs=0.002
+    )
+
+
 def test_the_lines_say_what_was_lost_to_which_cause() -> None:
-    seconds = dict.fromkeys([kind.value for kind in Spent], 0.0) | {"training": 80.0, "restarting": 15.0, "repeated": 5.0}
+    seconds = dict.fromkeys(SPENT, 0.0) | {"training": 80.0, "restarting": 15.0, "repeated": 5.0}
     totals = Totals(100.0, 0.8, seconds, {"failure": 15.0, "join": 5.0}, {"failure": 3, "join": 1}, True)
     assert lines("node7", totals) == [
         "time of node7: 100.0 s, 80.0 % of it training that counted",

@@ -11,12 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastirun.agent.observe.account import Totals
 from elastirun.agent.observe.events import ended_rounds
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.step_rates import WorkerSteps
-from elastirun.agent.status.health import CAUSES, PAGES, STATES, Snapshot
+from elastirun.agent.status.health import BY_ROW, CAUSES, PAGES, STATES, Snapshot
 from elastirun.rendezvous.wire.records import Broken, Cause, RoundRecord, Status
 
 NOW = Snapshot(
-    state="running",
+    state=NodeState.RUNNING,
     version="1.2.3",
     job='job "7"\n',
     node="node0",
@@ -55,7 +56,7 @@ def metrics(now: Snapshot) -> dict[tuple[str, tuple[tuple[str, str], ...]], floa
 def test_metrics_are_what_prometheus_reads() -> None:
     found = metrics(NOW)
     assert found[("elastirun_info", (("host", "node0"), ("run_id", 'job "7"\n'), ("version", "1.2.3")))] == 1
-    for state in set(STATES.values()):
+    for state in STATES:
         assert found.pop(("elastirun_state", (("state", state),))) == (state == "running")
     for cause in CAUSES:
         assert found.pop(("elastirun_restarts_total", (("cause", cause),))) == 2 * (cause == "failure")
@@ -106,15 +107,15 @@ def test_status_is_the_snapshot() -> None:
     assert json.loads(page.body) == {**vars(NOW), **nested}
 
 
-@pytest.mark.parametrize("state", dict.fromkeys(STATES.values()))
-def test_an_agent_is_healthy_in_each_state_and_ready_when_a_round_runs(state: str) -> None:
+@pytest.mark.parametrize("state", STATES)
+def test_an_agent_is_healthy_in_each_state_and_ready_when_a_round_runs(state: NodeState) -> None:
     now = replace(NOW, state=state)
     assert (PAGES["/healthz"](now).status, PAGES["/healthz"](now).body) == (200, f"{state}\n".encode())
     assert (PAGES["/readyz"](now).status, PAGES["/readyz"](now).body) == (200 if state == "running" else 503, f"{state}\n".encode())
 
 
 def test_each_status_of_a_row_has_a_state() -> None:
-    assert set(STATES) == set(Status)
+    assert set(BY_ROW) == set(Status)
 
 
 ONE, TWO, FIVE = (RoundRecord("s", round=number) for number in (1, 2, 5))

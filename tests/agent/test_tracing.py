@@ -90,8 +90,8 @@ def test_a_life_with_a_failure_and_a_signal_is_one_trace(nodes: Cluster, collect
     assert {span.parent_span_id for span in did} == {life.span_id}
     assert [values(span.attributes).get("elastirun.round") for span in did] == [None, 1, 1, None, 2, 2, None]
     found = {event.name for span in did[1:4] for event in span.events}
-    assert found == {"worker_exit", "failure", "round_spent", "broken", "formed"}
-    assert [event.name for event in did[4].events] == ["signal"] and not did[4].status.code
+    assert found == {"state", "worker_exit", "failure", "round_spent", "broken", "formed"}
+    assert {event.name for event in did[4].events} == {"state", "signal"} and not did[4].status.code
     assert "exit code 3" in did[1].status.message and not life.status.code
     assert values(life.attributes)["elastirun.reason"] == "SIGTERM", "an agent that was told to leave is no error"
     moments = [life.start_time_unix_nano, *(moment for span in did for moment in (span.start_time_unix_nano, span.end_time_unix_nano))]

@@ -15,6 +15,8 @@ class Agent:
     def __init__(self, node: str, name: str, clock: float = 0.0, mono: float = 5000.0) -> None:
         self.node, self.name, self.clock, self.mono = node, name, clock, mono
         self.lines: list[dict[str, Any]] = []
+        self.number, self.began, self.trained = 0, 0.0, 0.0  # the round, its start, and until when it has trained
+        self.before = self.over = ""  # the causes of the end of the round before, and of this one
 
     def at(self, moment: float, event: str, /, **fields: Any) -> Agent:
         """Add an event, so many seconds after noon."""
@@ -22,7 +24,17 @@ class Agent:
         self.lines.append({**when, "event": event, "node": self.node, "name": self.name, **fields})
         return self
 
+    def state(self, seconds: float, state: str, since: float | None = None, cause: str = "") -> Agent:
+        """Add a change of state, which was noticed ``seconds`` after noon."""
+        ago = 0.0 if since is None else seconds - since
+        return self.at(seconds, "state", state=state, ago=ago, round=self.number, cause=cause)
+
     def start(self, seconds: float, number: int, world_size: int = 4) -> Agent:
+        """Start the workers of a round. The agent has waited for 8 s before its first one."""
+        if not self.lines:
+            self.state(seconds, "joining", seconds - 8)
+        self.number, self.began, self.before, self.over = number, seconds, self.over, ""
+        self.state(seconds, "starting", cause=self.before)
         fields = {"reason": f"why {number}", "nodes": world_size // 2, "world_size": world_size, "node_rank": 0, "ranks": [0, 1]}
         return self.at(seconds, "round", round=number, fence=f"s:{number}", formed_after=None, **fields)
 
@@ -32,12 +44,24 @@ class Agent:
         if steps:
             self.at(at, "steps", round=number, steps=steps, step=None, steps_per_second=5.0)
         parts = {"restarting": 0.0, "starting": starting, "repeated": repeated, "saving": 0.0, "training": training}
+        self.trained = self.began
+        for state in ("starting", "repeated", "training"):
+            if parts[state]:
+                self.state(at, "running" if state == "training" else state, self.trained, self.before)
+            self.trained += parts[state]
+        if self.over:
+            self.state(at, "stopping", self.trained, self.over).state(at, "restarting", cause=self.over)
+        else:
+            self.state(at, "finishing", self.trained)
         return self.at(at, "round_spent", round=number, cause=cause, **parts)
 
     def broken(self, seconds: float, number: int, cause: str, reason: str = "", lost: tuple[str, ...] = ()) -> Agent:
+        self.over = cause if number == self.number else self.over
         return self.at(seconds, "broken", round=number, cause=cause, reason=reason, by="a", lost=lost)
 
     def end(self, seconds: float, total: float, outcome: str = "succeeded") -> Agent:
+        if outcome in ("succeeded", "failed"):
+            self.state(seconds, "finishing", self.trained)
         self.at(seconds, "account", total=total, goodput=0.5, seconds={}, lost_seconds={}, rounds_ended={}, steps_stamped=True)
         return self.at(seconds, "end", outcome=outcome, reason="all well", code=0)
 

@@ -143,5 +143,5 @@ def test_a_browser_draws_the_lanes_without_an_error(run: Run, tmp_path: Path) ->
     assert done.stdout.count('class="point"') >= 20, "each segment of each lane"
     titles = set(re.findall('data-title="([^"]*)"', done.stdout))
     assert len(titles) == 6 and "Zoom" in titles and not [title for title in titles if "loud" in title], "no button sends data away"
-    for name in ("joining", "starting", "running", "done again", "stopping", "restarting"):
+    for name in ("waiting for nodes", "starting", "training", "steps done again", "stopping", "restarting"):
         assert f">{name}</text>" in done.stdout, "the legend"

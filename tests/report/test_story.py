@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from elastirun.agent.observe.node_states import WORDS, NodeState
 from elastirun.errors import UsageError
 from elastirun.report import clocks, reader, story, words
-from elastirun.report.story import FINISHING, JOINING, REPEATED, RESTARTING, RUNNING, SITTING_OUT, STARTING, STOPPING, UNACCOUNTED, Story
+from elastirun.report.story import Story
 from tests.report.events import NOON, Agent, two_nodes
+
+STOPPING, RESTARTING, STARTING = NodeState.STOPPING, NodeState.RESTARTING, NodeState.STARTING
+JOINING, RUNNING, REPEATED, FINISHING = NodeState.JOINING, NodeState.RUNNING, NodeState.REPEATED, NodeState.FINISHING
 
 
 def told(folder: Path, agents: list[Agent]) -> Story:
@@ -41,7 +45,7 @@ def test_the_lane_of_an_agent_is_its_life_without_gaps(tmp_path: Path) -> None:
         (REPEATED, 59, 62),
     ]
     assert a.segments[-1].state == FINISHING
-    assert sum(found.spent.values()) == pytest.approx(found.total) == 130 + 72 + 45
+    assert sum(found.spent.values()) == pytest.approx(found.total) == 130 + 80 + 43
 
 
 def test_each_fault_has_the_cost_of_its_restart_its_start_and_the_steps_done_again(tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_each_fault_has_the_cost_of_its_restart_its_start_and_the_steps_done_aga
     by_cause = {loss.what: (loss.count, loss.seconds) for loss in found.losses}
     assert by_cause == {
         "a worker failed": (1, 21.0),
-        "waiting for nodes, from the start of an agent on": (None, 18.0),
+        "waiting for nodes": (None, 24.0),
         "first start": (None, 13.0),
         "a node was lost": (1, 6.0),
         "a node joined": (1, 5.0),
@@ -66,8 +70,11 @@ def test_the_lane_of_a_killed_agent_ends_when_the_others_noticed_and_goes_on_wit
     found = told(tmp_path, two_nodes())
     lost, back = (lane for lane in found.lanes if lane.name == "b")
     assert (lost.outcome, lost.end, back.outcome) == ("", NOON + 82, "succeeded")
-    assert "rounds that still run or whose agent was killed, this is not known" in words.summary(found)[2]
-    assert [one.state for one in lost.segments][-1] == UNACCOUNTED
+    assert "of which no event tells, this is not known" in words.summary(found)[2]
+    assert [(one.state, round(one.begin - NOON), round(one.end - NOON)) for one in lost.segments][-2:] == [
+        (RESTARTING, 52, 55),
+        (NodeState.UNKNOWN, 55, 82),
+    ]
     assert (lost.number, back.number) == (0, 0), "one after the other, so in the same lane"
 
 
@@ -98,16 +105,18 @@ def test_a_round_without_a_step_was_starting_where_steps_are_stamped(tmp_path: P
     a.spent(90, 2, "failure", starting=10, training=30).end(90, 80)
     (lane,) = told(tmp_path, [a]).lanes
     states = [(one.state, round(one.seconds)) for one in lane.segments]
-    assert states == [(STARTING, 1), (STARTING, 39), (STARTING, 10), (RUNNING, 30)]
+    assert states == [(JOINING, 8), (STARTING, 1), (STARTING, 39), (STARTING, 10), (RUNNING, 30)]
 
 
 def test_a_node_that_sits_out_has_a_state_of_its_own_and_costs_no_fault(tmp_path: Path) -> None:
     a = Agent("a-1", "a").start(10, 1).broken(50, 1, "failure").spent(52, 1, starting=2, training=38)
-    a.at(52, "sits_out", round=1, strikes=["rank 0 failed"], cooldown=600.0).broken(60, 2, "failure")
-    a.at(70, "sat_out", seconds=18.0, reason="its time is over").start(75, 3).spent(90, 3, training=15).end(90, 80)
+    a.at(52, "sits_out", round=1, strikes=["rank 0 failed"], cooldown=600.0).state(52, "sitting_out").broken(60, 2, "failure")
+    a.state(70, "joining").at(70, "sat_out", seconds=18.0, reason="its time is over")
+    a.over = ""
+    a.start(75, 3).spent(90, 3, training=15).end(90, 80)
     found = told(tmp_path, [a])
     states = [(one.state, round(one.seconds), one.fault) for one in found.lanes[0].segments]
-    assert states[3:] == [(SITTING_OUT, 18, None), (JOINING, 5, None), (RUNNING, 15, None)]
+    assert states[4:] == [(NodeState.SITTING_OUT, 18, None), (JOINING, 5, None), (RUNNING, 15, None)]
     assert {loss.what: loss.seconds for loss in found.losses}["nodes that sat out for their strikes"] == 18
     assert [(one.title, one.lines) for one in found.failures][-1] == (
         "the node sits out for 600 s at most, for 1 strike:",
@@ -134,8 +143,8 @@ def test_the_summary_names_the_worst(tmp_path: Path) -> None:
     a.start(60, 2).spent(90, 2, "failure", starting=1, training=29)
     a.at(90, "closed", round=2, verdict="succeeded", reason="", by="a").end(90, 82)
     text = " ".join(words.summary(told(tmp_path, [a])))
-    assert "The job succeeded." in text and "Most was lost because a worker failed, once: 11.0 s of the nodes' time (13.4 %)" in text
-    assert "At most 82.9 % of the nodes' time" in text, "the steps have no numbers"
+    assert "The job succeeded." in text and "Most was lost because a worker failed, once: 11.0 s of the nodes' time (12.5 %)" in text
+    assert "At most 77.3 % of the nodes' time" in text, "the steps have no numbers"
 
 
 def test_a_round_that_never_came_is_lost_time_and_the_end_of_a_job_is_none(tmp_path: Path) -> None:
@@ -149,6 +158,23 @@ def test_texts_are_printable_and_short() -> None:
     assert words.clean("a\x1b[2J\u202eb\nc") == "a [2J b c"
     assert words.clean("x" * 1000, 10) == "x" * 9 + "…"
     assert [words.seconds(value) for value in (0.04, 119.94, 312, 25500)] == ["0.0 s", "119.9 s", "5 min 12 s", "7 h 5 min"]
+
+
+def test_the_page_and_the_code_have_the_same_states() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    rows = [
+        f"| {its.title} | `{state}` | {f'`{its.spent}` ' if its.spent else ''}| {its.means} |" for state, its in WORDS.items() if its.color
+    ]
+    assert "\n".join(rows) in page
+
+
+def test_lanes_of_agents_that_recorded_no_states_are_not_accounted(tmp_path: Path) -> None:
+    agents = two_nodes()
+    agents[0].lines = [line for line in agents[0].lines if line["event"] != "state"]
+    found = told(tmp_path, agents)
+    (old,) = (lane for lane in found.lanes if lane.node == "a-1")
+    assert [(one.state, one.begin, one.end) for one in old.segments] == [(NodeState.UNKNOWN, NOON + 10, NOON + 132)]
+    assert any("recorded no states" in note for note in words.notes(found, []))
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.report import clocks, reader, story
 from tests.support.cluster import WORKER, Cluster, free_port
 from tests.system.test_health import metrics, status
@@ -60,6 +61,6 @@ def test_a_failure_costs_its_restart_and_the_steps_that_are_done_again(nodes: Cl
     told = story.tell(clocks.align(read.events))
     assert read.left_out == [] and [(fault.round, fault.cause) for fault in told.faults] == [(1, "failure")]
     assert told.faults[0].seconds == pytest.approx(lost, abs=0.05) and told.total == pytest.approx(last["total"], abs=0.05)
-    assert told.spent["running"] == pytest.approx(seconds["training"], abs=0.05)
+    assert told.spent[NodeState.RUNNING] == pytest.approx(seconds["training"], abs=0.05)
     assert f"time of {os.uname().nodename}: " in nodes.out(1) and "  lost by cause: failure " in nodes.out(1)
     assert "time of" not in nodes.out(2), "node 0 says it"

@@ -1,4 +1,4 @@
-"""What a live job asks of a module: to prepare the next world beside the present one, to go on in it, to drop steps."""
+"""The verbs of live elasticity for a module: to prepare the next world beside the present one, to go on in it, to drop steps."""
 
 from __future__ import annotations
 

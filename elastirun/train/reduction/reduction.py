@@ -48,7 +48,7 @@ class ReducerParts:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a reduction leaves behind. ``deferred``: its gradients are used before its ``words`` are read."""
+    """Results of one reduction. ``deferred``: its gradients are used before its ``words`` are read."""
 
     words: PendingAgreement
     deferred: bool
