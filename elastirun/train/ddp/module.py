@@ -23,7 +23,7 @@ from elastirun.train.ddp.nested_tensors import find_tensors, to_device
 from elastirun.train.ddp.optimizer import BucketSteps, applied, step_each, take_over
 from elastirun.train.ddp.replica_description import check_reducible, describe, sparse_names
 from elastirun.train.ddp.state_dicts import take_both_forms
-from elastirun.train.ddp.torch_names import TorchNames, torchs
+from elastirun.train.ddp.torch_names import TorchNames, torch_attributes, torchs, verify_arguments
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import copy_from_first, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
@@ -109,29 +109,28 @@ class DistributedDataParallel(TorchNames):
         check_finite: bool = False,
         check_replicas_every: int = 1000,
     ) -> None:
-        self._take_names(
-            module,
-            dim=dim,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            batched_grad_copy=batched_grad_copy,
-        )
+        cap = max(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
+        late = delay_all_reduce_named_params, param_to_hook_all_reduce
+        verify_arguments(device_ids, output_device, cap, mean_over, late, mixed_precision)
+        nn.Module.__init__(self)
+        self.module = module
+        self.__dict__.update(torch_attributes(module, device_ids, cap, bucket_cap_mb_list), dim=dim, static_graph=static_graph)
+        self.__dict__.update(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view)
+        self.__dict__.update(skip_all_reduce_unused_params=skip_all_reduce_unused_params, batched_grad_copy=batched_grad_copy)
+        self._inputs_to = torch.device(device_ids[0]) if device_ids else None
+        self._options = Options(cap, mean_over == "users", check_finite, check_replicas_every, transport)
+        self._take_buffers(broadcast_buffers, forward_sync_buffers)
+        self._begin(process_group, device_mesh, init_sync)
+
+    def _take_buffers(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
+        """Decide which buffers are copied at construction, and which before forwards."""
         self._buffers_wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = self._buffers_wanted is not False
         self._assign_modules_buffers()
         self._copies_buffers = broadcast_buffers is not False or forward_sync_buffers is not None  # at construction
-        self._inputs_to = self._take_devices(device_ids, output_device)
-        if mean_over not in ("world", "users"):
-            raise WrongUse(f'mean_over must be "world" or "users", not {mean_over!r}')
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise WrongUse("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
-        if mixed_precision is not None:
-            raise WrongUse("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
-        cap = self._take_sizes(bucket_cap_mb, bucket_cap_mb_list)
-        self._options = Options(cap, mean_over == "users", check_finite, check_replicas_every)
-        self._transport_wanted = transport
+
+    def _begin(self, group: dist.ProcessGroup | None, device_mesh: Any, init_sync: bool) -> None:
+        """Do what needs the other ranks, and what has to be done at the end."""
         self._hook: tuple[Hook | None, Any] = (None, None)
         self._optimizer: torch.optim.Optimizer | None = None
         self.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
@@ -139,7 +138,7 @@ class DistributedDataParallel(TorchNames):
         settle()
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._join(group_of(process_group, device_mesh), init_sync)
+        self._join(group_of(group, device_mesh), init_sync)
         release_at_exit(self, _release)
 
     # -- the world --------------------------------------------------------------------------------------------------
@@ -172,9 +171,9 @@ class DistributedDataParallel(TorchNames):
     def _choose_transport(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Return the transport for the gradients in ``group``. Every rank calls it at once. ``device``: of the first parameter."""
         others = {param.device for _, param in self._named if param.requires_grad} - {device}
-        if others and self._transport_wanted == "shared memory":
+        if others and self._options.transport == "shared memory":
             raise TrainError(f"shared memory is for parameters on one device, not on {', '.join(sorted(map(str, {device, *others})))}")
-        return choose(group, device, "group" if others and self._transport_wanted == "auto" else self._transport_wanted)
+        return choose(group, device, "group" if others and self._options.transport == "auto" else self._options.transport)
 
     def _keep_own_group(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Keep ``group``, of this module alone, until it is left. On the CPU it ends with the module, too."""
@@ -188,7 +187,6 @@ class DistributedDataParallel(TorchNames):
         """Describe what has to be the same on every rank. ``trained``: also which parameters are trained."""
         options = {
             **vars(self._options),
-            "transport": self._transport_wanted,
             "broadcast_buffers": self._buffers_wanted,
             "init_sync": init_sync,
             "find_unused_parameters": self.find_unused_parameters,
@@ -214,7 +212,7 @@ class DistributedDataParallel(TorchNames):
         assert self.process_group is not None
         sparse = sparse_names(self.module)
         statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
-        self._reducer = Reducer(self._named, needs, sparse, self.process_group, group, transport, self._options, statistics)
+        self.__dict__["_made"] = Reducer(self._named, needs, sparse, self.process_group, group, transport, self._options, statistics)
         if self._drops_failed_steps:
             self._reducer.drop_failed_steps()
         self._applied = (-1, -1)  # the parameters have not been searched for optimizers yet
@@ -249,7 +247,7 @@ class DistributedDataParallel(TorchNames):
         self._end_own_group = _nothing  # the other one keeps the groups
         for _, param in self._named:
             param.grad = None
-        self._reducer = self._reducer.leave()  # type: ignore[assignment]
+        self.__dict__["_made"] = self._reducer.leave()
         self.process_group = None  # type: ignore[assignment]
 
     @property
@@ -570,10 +568,6 @@ class DistributedDataParallel(TorchNames):
             self._join(self.process_group, init_sync=False)
         made: Reducer = self.__dict__["_made"]
         return made
-
-    @_reducer.setter
-    def _reducer(self, reducer: Reducer) -> None:
-        self.__dict__["_made"] = reducer
 
 
 def _release(ddp: DistributedDataParallel) -> None:

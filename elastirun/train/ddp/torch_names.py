@@ -45,6 +45,49 @@ INTERNAL = (  # methods that only torch's own class calls, for torch's reducer
 torchs: Any = Original
 
 
+def verify_arguments(
+    ids: Sequence[int | torch.device] | None,
+    output: int | torch.device | None,
+    cap: float | None,
+    mean_over: str,
+    late: tuple[object, object],
+    mixed_precision: object,
+) -> None:
+    """Raise WrongUse for arguments of the constructor that cannot be followed. ``cap``: of a bucket, in MiB."""
+    if ids is not None and len(ids) > 1:
+        raise WrongUse(f"device_ids must be None or name one device, not {len(ids)}: start one process per device")
+    if output is not None and (not ids or torch.device(output) != torch.device(ids[0])):
+        raise WrongUse(f"output_device must be None or the device of device_ids, not {output}: outputs stay where they are")
+    if mean_over not in ("world", "users"):
+        raise WrongUse(f'mean_over must be "world" or "users", not {mean_over!r}')
+    if (late[0] is None) != (late[1] is None):
+        raise WrongUse("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+    if mixed_precision is not None:
+        raise WrongUse("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
+    if cap is not None and cap <= 0:
+        raise WrongUse(f"bucket_cap_mb must be more than 0, not {cap}")
+
+
+def torch_attributes(
+    module: nn.Module, ids: Sequence[int | torch.device] | None, cap: float | None, caps: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the attributes that torch's constructor makes of ``module``, ``device_ids`` and the sizes of buckets (MiB)."""
+    parameters = list(module.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
+    index = _get_device_index(ids[0], True) if ids and torch.device(ids[0]).type != "cpu" else None
+    return {
+        "parameters_to_ignore": set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
+        "device": device,
+        "device_type": device.type,
+        "is_multi_device_module": len({param.device for param in parameters}) > 1,
+        "device_ids": None if index is None else [index],
+        "output_device": index,
+        "bucket_bytes_cap": max(int((cap or CAP / MIB) * MIB), FIRST_CAP),  # torch.compile splits graphs by it
+        "bucket_bytes_cap_list": [int(each * MIB) for each in caps or ()],
+        "bucket_bytes_cap_default": cap is None,
+    }
+
+
 class TorchNames(Original):
     """The attributes and methods of torch's class, beside those that ``DistributedDataParallel`` defines itself."""
 
@@ -55,47 +98,14 @@ class TorchNames(Original):
     step_in_backward: Callable[..., None]
     register_comm_hook: Callable[..., None]
 
-    def _take_names(self, module: nn.Module, **arguments: Any) -> None:
-        """Set the attributes that torch's constructor leaves, ``arguments`` among them."""
-        nn.Module.__init__(self)
-        self.module = module
-        self.__dict__.update(arguments)
-        self._join_config = NOT_JOINING
-        self.logger = None
-        self.mixed_precision = None
-        self.require_forward_param_sync = True
-        self.broadcast_bucket_size = 250 * MIB
-        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self._use_python_reducer, self._lazy_init_ran, self._ddp_sink_clone = False, True, True
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-    def _take_sizes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | None:
-        """Set the attributes about sizes of buckets; return the size that the user gave, in MiB."""
-        caps = list(bucket_cap_mb_list or ())
-        asked = max(caps) if caps else bucket_cap_mb
-        if asked is not None and asked <= 0:
-            raise WrongUse(f"bucket_cap_mb must be more than 0, not {asked}")
-        self.bucket_bytes_cap = max(int((asked or CAP / MIB) * MIB), FIRST_CAP)  # torch.compile splits graphs by it
-        self.bucket_bytes_cap_list, self.bucket_bytes_cap_default = [int(cap * MIB) for cap in caps], asked is None
-        return asked
-
-    def _take_devices(self, ids: Sequence[int | torch.device] | None, output: int | torch.device | None) -> torch.device | None:
-        """Set the attributes about devices; return the device to which inputs are moved."""
-        parameters = list(self.module.parameters())
-        self.device = parameters[0].device if parameters else torch.device("cpu")
-        self.device_type, self.is_multi_device_module = self.device.type, len({param.device for param in parameters}) > 1
-        if ids is not None and len(ids) > 1:
-            raise WrongUse(f"device_ids must be None or name one device, not {len(ids)}: start one process per device")
-        if output is not None and (not ids or torch.device(output) != torch.device(ids[0])):
-            raise WrongUse(f"output_device must be None or the device of device_ids, not {output}: outputs stay where they are")
-        self.device_ids: list[int] | None = None
-        self.output_device: int | None = None
-        if not ids:
-            return None
-        if torch.device(ids[0]).type != "cpu":
-            self.device_ids = [_get_device_index(ids[0], True)]
-            self.output_device = self.device_ids[0]
-        return torch.device(ids[0])
+    # The attributes of torch's instances that are the same in every module, or begin so.
+    _join_config: Any = NOT_JOINING
+    logger: Any = None
+    mixed_precision: Any = None
+    require_forward_param_sync = True
+    broadcast_bucket_size = 250 * MIB
+    use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+    _use_python_reducer, _lazy_init_ran, _ddp_sink_clone = False, True, True
 
     # -- whether and when gradients are reduced -------------------------------------------------------------------------
 

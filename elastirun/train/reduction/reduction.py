@@ -33,6 +33,7 @@ class Options:
     mean_over_users: bool = False
     check_finite: bool = False
     check_replicas_every: int = 1000
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
