@@ -69,7 +69,7 @@ class InMemory:
     def delete(self, claim: str, found: Collection[Found]) -> None:
         self.check_claim(claim)
         self.published = [one for one in self.published if one not in found]
-        names = {one.name for one in found}
+        names = {one.name for one in found} - {one.name for one in self.published}
         self.remove(lambda name, file: name in names)
 
     def clean(self, claim: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -86,6 +87,16 @@ def test_the_newest_are_those_published_last_and_only_they_remain(directory: Dir
     assert directory.prune(claim.name, 1) == [names[2]] and directory.prune(claim.name, 1) == []
     again = claimed(directory, FENCE.format(2))
     assert [one.name for one in again.found] == [names[3]]
+
+
+def test_a_step_that_is_saved_again_stays_when_its_first_checkpoint_is_deleted(directory: Directory) -> None:
+    claim = claimed(directory, FENCE.format(1))
+    for n in (0, 1):  # as after a restore of an earlier step by the same process
+        commit = replace(stage(directory, claim.name, 5, claim.sequence + n), time=1e9 + n)
+        directory.publish(claim.name, commit, yes)
+    directory.prune(claim.name, 1)
+    (found,) = directory.scan()
+    assert found.commit and found.commit.time == 1e9 + 1 and list(directory.verify(found)) == []
 
 
 def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(directory: Directory) -> None:

@@ -82,7 +82,10 @@ class Backend(Protocol):
         ...
 
     def delete(self, claim: str, found: Collection[Found]) -> None:
-        """Delete published checkpoints, and what an earlier deletion under this claim has left."""
+        """Delete published checkpoints, and what an earlier deletion under this claim has left.
+
+        Where a step that is saved again under one claim gets the same files, they stay until the last of its records goes.
+        """
         ...
 
     def clean(self, claim: str) -> None:

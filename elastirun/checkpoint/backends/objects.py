@@ -111,7 +111,10 @@ class ObjectStore:
             assert one.commit
             with _as_oserror():
                 self._store[0].rm_file(self._entry(one.commit.sequence))
-            self._remove(one.name)
+        # A step that was saved twice under one claim has two records of the same files.
+        kept = {one.name for one in _records(self._entries(self._numbers("commits"))).values()} if found else set()
+        for name in {one.name for one in found} - kept:
+            self._remove(name)
 
     def clean(self, claim: str) -> None:
         entries = self._entries(self._numbers("commits"))
