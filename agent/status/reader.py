@@ -19,9 +19,9 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.agent.host import net
-from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.agent.status import own_agents
 from elastirun.agent.status.job_status import JobStatus, judge
+from elastirun.agent.status.own_agents import OwnAgent
 from elastirun.agent.store import shared_store
 from elastirun.agent.store.at_once import at_once
 from elastirun.agent.store.discovery import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
@@ -101,9 +101,7 @@ class _Answer:
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    steps: list[tuple[str, WorkerSteps]] = field(default_factory=list)  # job, and the steps of one of its workers here
-    live: list[tuple[str, int]] = field(default_factory=list)  # job, and the rank of one of its live workers here
-    finished: list[tuple[str, int]] = field(default_factory=list)  # the same of workers that have ended with 0
+    agents: list[OwnAgent] = field(default_factory=list)  # those here that name the store
 
 
 class StatusReader:
@@ -126,8 +124,7 @@ class StatusReader:
         questions = {str(at): partial(self._follow, at, target.job) for at in starts}
         questions |= {f"the agent at {path}": partial(self._ask_agent, path) for path in self._find_agents()}
         best: dict[str, _Sight] = {}
-        unreadable, others, steps = list[str](), list[str](), list[tuple[str, WorkerSteps]]()
-        live, finished = list[tuple[str, int]](), list[tuple[str, int]]()
+        unreadable, others, agents = list[str](), list[str](), list[OwnAgent]()
         for answer in _answers(questions, LOOK_LIMIT if target.job is None else LATER_LIMIT):
             for sight in answer.sights:
                 if sight.job not in best or best[sight.job].newness < sight.newness:
@@ -135,16 +132,11 @@ class StatusReader:
             problems += answer.problems
             unreadable += answer.unreadable
             others += answer.others
-            steps += answer.steps
-            live += answer.live
-            finished += answer.finished
+            agents += answer.agents
         self._drop_unused()
         shown = {sight.watched for sight in best.values()}
         self._watched = {key: rows for key, rows in self._watched.items() if key in shown}
-        jobs = tuple(
-            self._judge(best[job], [one for name, one in steps if name == job], _of(job, live), _of(job, finished))
-            for job in sorted(best)
-        )
+        jobs = tuple(self._judge(best[job], [one for one in agents if one.job == job]) for job in sorted(best))
         return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
 
     def _addresses(self, problems: list[str]) -> list[StoreAt]:
@@ -177,9 +169,7 @@ class StatusReader:
             answer = self._follow(described(agent.store), agent.job)
         except StoreError as error:
             return _Answer(problems=[f"job {clip(agent.job, 80)!r}: {error}"])
-        answer.steps = [(agent.job, one) for one in agent.steps]
-        answer.live = [(agent.job, rank) for rank in agent.live]
-        answer.finished = [(agent.job, rank) for rank in agent.finished]
+        answer.agents = [agent]
         return answer
 
     def _follow(self, at: StoreAt, job: str | None) -> _Answer:
@@ -207,21 +197,19 @@ class StatusReader:
             with self._lock:
                 source.users -= 1
 
-    def _judge(self, sight: _Sight, steps: list[WorkerSteps], live: tuple[int, ...], finished: tuple[int, ...]) -> JobStatus:
+    def _judge(self, sight: _Sight, agents: Sequence[OwnAgent]) -> JobStatus:
+        """Return the status of a job. ``agents``: those of this machine that run it."""
         synced = sight.synced
         record = synced.round or RoundRecord("")
         liveness = self._watched.setdefault(sight.watched, Liveness(math.inf))
         if sight.rows_change:
             liveness.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
         liveness.forget_all_but(set(synced.rows))
-        workers = tuple(sorted(set(steps), key=lambda one: one.rank))
+        steps = tuple(sorted({one for agent in agents for one in agent.steps}, key=lambda one: one.rank))
+        live = {rank for agent in agents for rank in agent.live}
+        finished = {rank for agent in agents for rank in agent.finished}
         view = View("", record, synced.rows, liveness, synced.now)
-        return judge(sight.job, sight.store, view, synced.ignored, workers, live, finished)
-
-
-def _of(job: str, found: list[tuple[str, int]]) -> tuple[int, ...]:
-    """Return the ranks of one job, in order."""
-    return tuple(sorted({rank for name, rank in found if name == job}))
+        return judge(sight.job, sight.store, view, synced.ignored, steps, tuple(sorted(live)), tuple(sorted(finished)))
 
 
 class _Source:

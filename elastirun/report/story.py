@@ -194,13 +194,16 @@ def _recorded(agent: AgentEvents, stepped: set[int]) -> list[Segment]:
 
     Of one time that was told twice the later word counts.
     """
-    found = [Segment(NodeState.UNKNOWN, agent.events[0].at, 0.0, 0)]
+    begin = agent.events[0].at
+    found = [Segment(NodeState.UNKNOWN, begin, begin, 0)]
     for one in agent.events:
         if one.event.kind == "state":
             at = max(0.0, one.at - one.event.seconds("ago"))
             while found and found[-1].begin >= at:
                 found.pop()
-            found.append(_segment(agent.job, one.event, at, stepped))
+            segment = _segment(agent.job, one.event, at, stepped)
+            if not found or replace(found[-1], begin=at, end=at) != segment:  # else the same was told again
+                found.append(segment)
     ends = [*(one.begin for one in found[1:]), agent.events[-1].at]
     return [replace(one, end=end) for one, end in zip(found, ends, strict=True)]
 

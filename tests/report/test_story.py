@@ -105,7 +105,7 @@ def test_a_round_without_a_step_was_starting_where_steps_are_stamped(tmp_path: P
     a.spent(90, 2, "failure", starting=10, training=30).end(90, 80)
     (lane,) = told(tmp_path, [a]).lanes
     states = [(one.state, round(one.seconds)) for one in lane.segments]
-    assert states == [(JOINING, 8), (STARTING, 1), (STARTING, 39), (STARTING, 10), (RUNNING, 30)]
+    assert states == [(JOINING, 8), (STARTING, 40), (STARTING, 10), (RUNNING, 30)]
 
 
 def test_a_node_that_sits_out_has_a_state_of_its_own_and_costs_no_fault(tmp_path: Path) -> None:
@@ -158,6 +158,13 @@ def test_texts_are_printable_and_short() -> None:
     assert words.clean("a\x1b[2J\u202eb\nc") == "a [2J b c"
     assert words.clean("x" * 1000, 10) == "x" * 9 + "…"
     assert [words.seconds(value) for value in (0.04, 119.94, 312, 25500)] == ["0.0 s", "119.9 s", "5 min 12 s", "7 h 5 min"]
+
+
+def test_a_state_that_is_told_again_is_one_bar(tmp_path: Path) -> None:
+    a = Agent("a-1", "a").start(10, 1).state(20, "starting", since=10.001).state(20, "running", since=15)
+    a.state(30, "running").end(40, 38, "timeout")
+    (lane,) = told(tmp_path, [a]).lanes
+    assert [(one.state, round(one.seconds)) for one in lane.segments][:3] == [(JOINING, 8), (STARTING, 5), (RUNNING, 25)]
 
 
 def test_the_page_and_the_code_have_the_same_states() -> None:
