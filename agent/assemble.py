@@ -139,7 +139,10 @@ def assemble(
     stack.callback(health.serve(shown, selector, say))
     guard = GuardLease(config, tree, session)
     twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)
-    parts = accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, memory, forks, hangs, standing, stragglers, quarantine
+    parts = (
+        *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, memory),
+        *(forks, hangs, standing, stragglers, quarantine),
+    )
     start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, say)
     return Assembly(
         *(console, tree, logs, log, session, workers, forks, live, tracker),
