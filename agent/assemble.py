@@ -35,6 +35,7 @@ from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.store.store_access import new_row
 from elastirun.agent.workers.checkpoint_memory import CheckpointMemory
 from elastirun.agent.workers.live_workers import LiveWorkers
+from elastirun.agent.workers.local_socket import LocalSocket
 from elastirun.agent.workers.round_check import RoundCheck
 from elastirun.agent.workers.spec import NodeEnvironment, cpu_sets, worker_like
 from elastirun.agent.workers.workers import Workers
@@ -102,23 +103,23 @@ def assemble(
     # No other node goes on without the only node of a job, so its guard needs no lease; but see ``GuardLease``.
     lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
     tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, say)))
-    round_check = RoundCheck(
-        *(row.id, selector, lambda: session.post(Changed(clock.now()))), lambda: describe_node(session, workers, live, stragglers, environ)
-    )
-    stack.callback(round_check.close)
-    if round_check.folder:
-        tree.remove_folder_at_end(round_check.folder)
+    socket = stack.enter_context(closing(LocalSocket(selector)))
+    if socket.folder:
+        tree.remove_folder_at_end(socket.folder)
     else:
-        say(round_check.trouble)
+        say(socket.trouble)
+    round_check = RoundCheck(
+        *(row.id, socket, lambda: session.post(Changed(clock.now()))), lambda: describe_node(session, workers, live, stragglers, environ)
+    )
     heard = agent.peers_lost, agent.gathered, agent.runs
     live = stack.enter_context(closing(LiveWorkers(selector, lambda pid: pid in workers.pids, lambda pid: workers.park(pid), *heard)))
     node = NodeEnvironment(
-        environ, cpu_sets=bound_to, mark=tree.mark, live=live.name, socket=round_check.path, group=tree.group, files=files
+        environ, cpu_sets=bound_to, mark=tree.mark, live=live.name, socket=socket.path, group=tree.group, files=files
     )  # completed for each round
     logs, log = _logs(config, environ, row, console, selector, stack)
     if logs.temporary:
         tree.remove_folder_at_end(logs.temporary)
-    memory = stack.enter_context(closing(CheckpointMemory(round_check.folder, selector, log.write, say)))
+    memory = stack.enter_context(closing(CheckpointMemory(socket, log.write, say)))
     tracker = FailureTracker(row.name, logs)
     like = worker_like(config, replace(node, cpus=cpus.usable_cpus()))
     forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, say)))
@@ -137,8 +138,11 @@ def assemble(
     shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine)
     stack.callback(health.serve(shown, selector, say))
     guard = GuardLease(config, tree, session)
-    twins = TwinWarning(config.run_id, round_check.path, devices(environ), session.access.notices.append)
-    parts = accounting, guard, tracker, twins, rounds, live, logs, round_check, memory, forks, hangs, standing, stragglers, quarantine
+    twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)
+    parts = (
+        *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, memory),
+        *(forks, hangs, standing, stragglers, quarantine),
+    )
     start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, say)
     return Assembly(
         *(console, tree, logs, log, session, workers, forks, live, tracker),

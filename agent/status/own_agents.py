@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from elastirun.agent.observe.step_rates import WorkerSteps
-from elastirun.agent.workers.round_check import FOLDER, NAME, STORE, VARIABLE
+from elastirun.agent.workers.local_socket import FOLDER, NAME
+from elastirun.agent.workers.round_check import STORE, VARIABLE
 from elastirun.worker import agent_socket
 
 ASK_LIMIT = 1.0  # seconds for the answer of an agent, which may be busy

@@ -1,6 +1,6 @@
 """Keep the memory in which workers hold their last checkpoints beyond the workers' death, for those of the next round.
 
-A worker connects to the unix socket ``memory`` beside the one of ``agent/workers/round_check.py`` and sends one line::
+A worker sends one of these requests to the agent's socket (``local_socket.py``)::
 
     put NAME   with the descriptor of a memfd      ->  ok | no WHY       takes the place of what had that name
     get NAME                                       ->  ok, with the descriptor | none
@@ -21,7 +21,6 @@ import math
 import os
 import re
 import resource
-import selectors
 from collections.abc import Callable
 
 from elastirun import clock, linux
@@ -30,7 +29,6 @@ from elastirun.agent.observe.events import CheckpointsHeld, Event
 from elastirun.agent.part import Part
 from elastirun.agent.workers.local_socket import Client, LocalSocket, close_aside
 
-MAX_LINE = 1024  # bytes; a name has about 20, and one that is too long gets an answer
 # Descriptors: two or three for each worker of a node. The answer to ``list`` must fit into a socket's buffer
 # (200 KiB).
 MAX_HELD = 512
@@ -48,16 +46,14 @@ def limit() -> int:
 
 
 class CheckpointMemory(Part):
-    """The agent's end of the socket. All calls happen in the loop's thread; nothing blocks.
+    """Answers at ``socket``. All calls happen in the loop's thread; nothing blocks. ``write`` gets events, ``say`` lines for people.
 
-    ``folder``: that of the socket; empty: there is none, and nothing is held. ``write`` gets events, ``say`` lines for people.
     ``limit_bytes``: how much to hold at most; None: ``limit()``.
     """
 
     def __init__(
         self,
-        folder: str,
-        selector: selectors.BaseSelector,
+        socket: LocalSocket,
         write: Callable[[Event], None],
         say: Callable[[str], None],
         limit_bytes: int | None = None,
@@ -70,12 +66,10 @@ class CheckpointMemory(Part):
         self._shown = 0  # bytes in the last event
         self._show_at = math.inf  # when to look whether an event is due, on ``elastirun.clock``
         self._full = False  # people were told that the limit is reached
-        self._socket: LocalSocket | None = None
-        if folder:
-            try:
-                self._socket = LocalSocket(folder, "memory", selector, self._asked, MAX_LINE, takes_fds=True)
-            except OSError as error:
-                say(f"checkpoints cannot be kept in memory: no socket in a temporary folder: {error.strerror}")
+        self._socket = socket
+        self._requests = {"put": self._put, "get": self._get, "list": self._list, "drop": self._drop}
+        for word, answer in self._requests.items():
+            socket.serve(word, answer)
 
     @property
     def size(self) -> int:
@@ -90,43 +84,36 @@ class CheckpointMemory(Part):
             if abs(size - self._shown) > NOTABLE * self._shown:
                 self._shown = size
                 self._write(CheckpointsHeld(len(self._held), size, self._limit))
-        return min(self._show_at, math.inf if self._socket is None else self._socket.tick(now))
+        return self._show_at
 
     def close(self) -> None:
         """Let all go."""
-        if self._socket is not None:
-            self._socket.close()
+        for word in self._requests:
+            self._socket.serve_no_longer(word)
         while self._held:
             os.close(self._held.popitem()[1])
 
-    def _asked(self, client: Client) -> None:
-        assert self._socket is not None
-        verb, _, name = client.line.partition(" ")
-        if verb == "put":
-            why = self._put(name, client)
-            self._socket.answer(client, f"no {why}" if why else "ok")
-        elif verb == "get":
-            fd = self._held.get(name)
-            self._socket.answer(client, "none" if fd is None else "ok", fd)
-        elif verb == "drop":
-            self._socket.answer(client, "ok" if self._drop(name) else "none")
-        elif verb == "list":
-            self._socket.answer(client, json.dumps({name: os.fstat(fd).st_size for name, fd in self._held.items()}))
-        else:
-            self._socket.answer(client, "no such request: put, get, list or drop")
-
-    def _put(self, name: str, client: Client) -> str:
-        """Hold the descriptor that came along. Returns why not; empty when it is held."""
+    def _put(self, client: Client, name: str) -> None:
+        """Hold the descriptor that came along."""
         fd = client.take_fd()
         why = self._refusal(name, fd, client.lost_fds)
-        if fd is None or why:
-            if fd is not None:
-                close_aside(fd)
-            return why
-        self._drop(name)
-        self._held[name] = fd
-        self._show_at = clock.now() + SETTLE
-        return ""
+        if fd is not None and why:
+            close_aside(fd)
+        elif fd is not None:
+            self._forget(name)
+            self._held[name] = fd
+            self._show_at = clock.now() + SETTLE
+        self._socket.answer(client, f"no {why}" if why else "ok")
+
+    def _get(self, client: Client, name: str) -> None:
+        fd = self._held.get(name)
+        self._socket.answer(client, "none" if fd is None else "ok", fd)
+
+    def _list(self, client: Client, rest: str) -> None:
+        self._socket.answer(client, json.dumps({name: os.fstat(fd).st_size for name, fd in self._held.items()}))
+
+    def _drop(self, client: Client, name: str) -> None:
+        self._socket.answer(client, "ok" if self._forget(name) else "none")
 
     def _refusal(self, name: str, fd: int | None, lost: bool) -> str:
         """Return why the descriptor is not taken under this name; empty when it may be."""
@@ -152,7 +139,7 @@ class CheckpointMemory(Part):
             self._say(f"not all checkpoints are kept in memory, so the next round may load them from disk: {why}")
         return why
 
-    def _drop(self, name: str) -> bool:
+    def _forget(self, name: str) -> bool:
         fd = self._held.pop(name, None)
         if fd is not None:
             close_aside(fd)  # to free gigabytes takes seconds

@@ -1,4 +1,6 @@
-"""A unix socket of the agent for processes of its own user on this node. A connection brings one line and gets one answer.
+"""The unix socket of the agent, for processes of its own user on this node. A connection brings one request and gets one answer.
+
+A request is a line: a word, and what belongs to it. ``RoundCheck`` and ``CheckpointMemory`` each answer some words.
 
 All calls happen in the loop's thread; nothing blocks. A client that hangs costs one descriptor until MAX_CLIENTS newer ones have come.
 """
@@ -6,29 +8,35 @@ All calls happen in the loop's thread; nothing blocks. A client that hangs costs
 from __future__ import annotations
 
 import array
+import math
 import os
 import selectors
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from elastirun import clock
 from elastirun.agent.host.accepting import Accepting
+from elastirun.agent.part import Part
 from elastirun.linux import peer_of
 from elastirun.threads import start_thread
 
+FOLDER, NAME = "elastirun-agent-", "agent"  # what the folder of the socket begins with, and the socket in it
 MAX_CLIENTS = 64  # connections at once; one more closes the oldest
+MAX_LINE = 1024  # bytes of a request; a fence token has about 20, a name of an image as well, and one that is too long gets an answer
 MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
+ROOM_FOR_FD = socket.CMSG_LEN(array.array("i").itemsize)  # CMSG_SPACE has room for two
 
 
 @dataclass(eq=False)
 class Client:
-    """One connection. ``asked``: when its line was complete, on ``elastirun.clock``; None until then."""
+    """One connection. ``asked``: when its request was complete, on ``elastirun.clock``; None until then."""
 
     connection: socket.socket
     received: bytes = b""
-    line: str = ""  # without the newline
     asked: float | None = None
     fd: int | None = None  # the descriptor that came along; None: none came, or it was taken
     lost_fds: bool = False  # more than one descriptor came along, or none was free for it here
@@ -39,38 +47,37 @@ class Client:
         return fd
 
 
-class LocalSocket:
-    """The agent's end of the socket ``folder/name``. ``on_line(client)`` is called for each complete line; ``answer`` it at any time.
+class LocalSocket(Part):
+    """The agent's end of the socket.
 
-    ``max_line``: bytes of a line. ``takes_fds``: a descriptor may come along; without this the kernel closes what a client sends.
-    ``clients``: the connections, the oldest first. Raises OSError.
+    ``serve`` names who answers a word. Where no socket could be made, ``path`` and ``folder`` are empty and ``trouble`` says why.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        name: str,
-        selector: selectors.BaseSelector,
-        on_line: Callable[[Client], None],
-        max_line: int,
-        takes_fds: bool = False,
-    ) -> None:
-        self._selector, self._on_line, self._max_line = selector, on_line, max_line
-        self._room_for_fds = socket.CMSG_LEN(array.array("i").itemsize) if takes_fds else 0  # CMSG_SPACE has room for two
-        self.clients: list[Client] = []
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._serves: dict[str, Callable[[Client, str], None]] = {}
+        self._accepting: Accepting | None = None
+        self.clients: list[Client] = []  # the oldest first
+        self.folder = self.path = self.trouble = ""
         try:
-            _bind(listening, folder, name)
-            listening.listen(MAX_CLIENTS)
-        except OSError:
-            listening.close()
-            raise
-        self.path = f"{folder}/{name}"
-        self._accepting = Accepting(listening, selector, self._take, self._make_room)
+            self.folder = tempfile.mkdtemp(prefix=FOLDER)  # 0700
+            self._accepting = Accepting(_listen(self.folder), selector, self._take, self._make_room)
+            self.path = f"{self.folder}/{NAME}"
+        except OSError as error:
+            self.close()
+            self.trouble = f"workers cannot ask whether their round is current: no socket in a temporary folder: {error.strerror}"
+            self.folder = ""
+
+    def serve(self, word: str, answer: Callable[[Client, str], None]) -> None:
+        """Let ``answer(client, rest)`` get each request that begins with ``word``. It calls ``self.answer`` at any time."""
+        self._serves[word] = answer
+
+    def serve_no_longer(self, word: str) -> None:
+        self._serves.pop(word, None)
 
     def tick(self, now: float) -> float:
-        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; infinity: not by time."""
-        return self._accepting.tick(now)
+        """Accept connections again when it is time."""
+        return math.inf if self._accepting is None else self._accepting.tick(now)
 
     def answer(self, client: Client, line: str, fd: int | None = None) -> None:
         """Send one line, with a copy of ``fd``, and close the connection."""
@@ -94,7 +101,10 @@ class LocalSocket:
     def close(self) -> None:
         for client in list(self.clients):
             self.drop(client)
-        self._accepting.close()
+        if self._accepting is not None:
+            self._accepting.close()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make_room(self) -> bool:
         """Close the oldest connection, if there is one."""
@@ -122,17 +132,20 @@ class LocalSocket:
         except OSError:
             data = b""
         client.received += data
-        if not data or client.asked is not None or len(client.received) > self._max_line:
+        if not data or client.asked is not None or len(client.received) > MAX_LINE:
             self.drop(client)  # it hung up, or follows another protocol
         elif client.received.endswith(b"\n"):
-            client.line = client.received[:-1].decode(errors="replace")
             client.asked = clock.now()
-            self._on_line(client)
+            word, _, rest = client.received[:-1].decode(errors="replace").partition(" ")
+            if word in self._serves:
+                self._serves[word](client, rest)
+            else:
+                self.answer(client, f"no such request: {', '.join(sorted(self._serves))}")
 
     def _receive(self, client: Client) -> bytes:
         """Return what has come. Keep the first descriptor that came along; the kernel closes those beyond the room for one."""
         # Close-on-exec from the first moment, so that no worker that is started meanwhile gets a copy.
-        data, ancillary, flags, _ = client.connection.recvmsg(self._max_line + 1, self._room_for_fds, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, _ = client.connection.recvmsg(MAX_LINE + 1, ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC)
         client.lost_fds = client.lost_fds or bool(flags & socket.MSG_CTRUNC)
         for _, kind, payload in ancillary:
             fds = array.array("i")
@@ -153,14 +166,17 @@ def close_aside(fd: int) -> None:
         os.close(fd)
 
 
-def _bind(listening: socket.socket, folder: str, name: str) -> None:
-    """Bind to ``folder/name``, however long the folder's path is."""
-    path = f"{folder}/{name}"
-    if len(os.fsencode(path)) <= MAX_PATH:
-        listening.bind(path)
-        return
+def _listen(folder: str) -> socket.socket:
+    """Return a socket that listens at ``folder/NAME``, however long the folder's path is."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        listening.bind(f"/proc/self/fd/{fd}/{name}")
+        path = f"{folder}/{NAME}"
+        listening.bind(path if len(os.fsencode(path)) <= MAX_PATH else f"/proc/self/fd/{fd}/{NAME}")
+        listening.listen(MAX_CLIENTS)
+    except OSError:
+        listening.close()
+        raise
     finally:
         os.close(fd)
+    return listening

@@ -10,7 +10,6 @@ import os
 
 from elastirun.worker.agent_socket import VARIABLE, ask
 
-NAME = "memory"  # of the socket
 TIMEOUT = 2.0  # seconds for one request; the agent answers in a millisecond
 
 
@@ -49,11 +48,11 @@ def drop(name: str, timeout: float = TIMEOUT) -> bool:
 
 def _ask(request: str, timeout: float, fd: int | None = None) -> tuple[str, int | None]:
     """Send one request, with ``fd``; return the answer and the descriptor that came with it. Without an answer: why, with ``no`` before."""
-    folder = os.path.dirname(os.environ.get(VARIABLE, ""))
-    if not folder:
+    path = os.environ.get(VARIABLE, "")
+    if not path:
         return "no this process was not started by an agent of elastirun", None
     try:
-        answer, came = ask(f"{folder}/{NAME}", request, timeout, fd)
+        answer, came = ask(path, request, timeout, fd)
     except OSError as error:
         return f"no the agent does not answer: {error.strerror or error}", None
     return answer or "no the agent hung up", came

@@ -1,4 +1,4 @@
-"""Ask the agent of this node at one of its unix sockets: a line each way, and a descriptor beside it where the request has one."""
+"""Ask the agent of this node at its unix socket: a line each way, and a descriptor beside it where the request has one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-VARIABLE = "ELASTIRUN_SOCKET"  # set by the agent: the path of its socket ``agent``; the others are in the same folder
+VARIABLE = "ELASTIRUN_SOCKET"  # set by the agent: the path of its socket
 MAX_ANSWER = 1 << 20  # bytes
 PAUSE = 0.005  # seconds until the next try while more processes than the kernel lets wait are asking
 

@@ -38,7 +38,7 @@ def is_current(timeout: float = 10.0) -> bool:
     why = ""  # the agent's own words count more than that it was slow to repeat them
     while True:
         try:
-            answer, _ = ask(path, fence, max(0.001, deadline - time.monotonic()))
+            answer, _ = ask(path, f"current {fence}", max(0.001, deadline - time.monotonic()))
         except OSError as error:
             answer = ""
             why = why or f"the agent does not answer at {path}: {error.strerror or error}"

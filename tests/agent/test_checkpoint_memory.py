@@ -22,7 +22,7 @@ from elastirun.agent.host import memory
 from elastirun.agent.observe.events import CheckpointsHeld, Event
 from elastirun.agent.workers import checkpoint_memory
 from elastirun.agent.workers.checkpoint_memory import MAX_HELD, CheckpointMemory
-from elastirun.agent.workers.local_socket import MAX_CLIENTS
+from elastirun.agent.workers.local_socket import MAX_CLIENTS, LocalSocket
 from elastirun.checkpoint import memory_tier
 from tests.support.cluster import PATIENCE, Cluster, Worker, dies
 from tests.support.descriptors import descriptors
@@ -34,13 +34,16 @@ SOON = 3.0  # seconds; a thread does it within a millisecond
 
 
 class Agent:
-    """The agent's end, served by a thread."""
+    """The agent's end, served by a thread. ``folder/agent`` leads to its socket."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.events: list[Event] = []
         self.said: list[str] = []
         self.selector = selectors.PollSelector()
-        self.memory = CheckpointMemory(str(folder), self.selector, self.events.append, self.said.append, limit)
+        self.socket = LocalSocket(self.selector)
+        self._link = folder / "agent"
+        self._link.symlink_to(self.socket.path)
+        self.memory = CheckpointMemory(self.socket, self.events.append, self.said.append, limit)
         self._wake, self._stop = os.pipe()
         self.selector.register(self._wake, selectors.EVENT_READ, lambda mask: None)
         self.slowest = 0.0  # seconds of one turn
@@ -70,6 +73,8 @@ class Agent:
         if self._thread.is_alive():
             self.pause()
         self.memory.close()
+        self.socket.close()
+        self._link.unlink()
         self.selector.close()
         os.close(self._wake)
         os.close(self._stop)
@@ -185,7 +190,7 @@ def send(data: bytes, fds: list[int] | None = None) -> bytes:
     """What the agent answers to raw bytes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PATIENCE)
-        connection.connect(os.path.dirname(os.environ["ELASTIRUN_SOCKET"]) + "/memory")
+        connection.connect(os.environ["ELASTIRUN_SOCKET"])
         along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         connection.sendmsg([data], along)
         try:
@@ -207,7 +212,7 @@ def test_strangers_neither_hang_nor_fill_the_agent(agent: Agent) -> None:
     silent = []
     for _ in range(3 * MAX_CLIENTS):
         silent.append(socket.socket(socket.AF_UNIX))
-        silent[-1].connect(os.path.dirname(os.environ["ELASTIRUN_SOCKET"]) + "/memory")
+        silent[-1].connect(os.environ["ELASTIRUN_SOCKET"])
         silent[-1].sendmsg([b"put a"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
     assert put("a") == ""
     for connection in silent:
@@ -229,7 +234,7 @@ def test_what_a_client_brings_is_closed_with_it(agent: Agent) -> None:
 
 def hang_up(line: bytes, fd: int) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.path.dirname(os.environ["ELASTIRUN_SOCKET"]) + "/memory")
+        connection.connect(os.environ["ELASTIRUN_SOCKET"])
         connection.sendmsg([line], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
 
@@ -255,7 +260,7 @@ def test_no_descriptor_is_left_for_an_image(agent: Agent) -> None:
     fd, taken = memfd(), []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.path.dirname(os.environ["ELASTIRUN_SOCKET"]) + "/memory")
+        connection.connect(os.environ["ELASTIRUN_SOCKET"])
         agent.turn()
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(descriptors()) + 8, hard))
@@ -280,11 +285,11 @@ def test_another_user_is_not_answered(agent: Agent) -> None:
         if not stranger:
             code = 1
             with suppress(OSError):
-                os.chdir(os.path.dirname(os.environ["ELASTIRUN_SOCKET"]))
+                os.chdir(os.path.dirname(os.path.realpath(os.environ["ELASTIRUN_SOCKET"])))
                 os.chmod(".", 0o711)
-                os.chmod("memory", 0o777)
+                os.chmod("agent", 0o777)
                 os.setresuid(65534, 65534, 65534)
-                connection.connect("memory")
+                connection.connect("agent")
                 code = 2
                 connection.sendall(b"list\n")
                 code = 3 if connection.recv(100) else 0
@@ -298,15 +303,12 @@ def test_without_an_agent_nothing_is_held(tmp_path: Path, monkeypatch: pytest.Mo
     assert "not started by an agent" in put("a") and memory_tier.found() == {} and not memory_tier.drop("a")
     monkeypatch.setenv("ELASTIRUN_SOCKET", f"{tmp_path}/agent")
     assert "No such file" in put("a") and memory_tier.found() == {}
-    nowhere = CheckpointMemory("", selectors.PollSelector(), print, print)
-    assert nowhere.tick(0.0) == math.inf
-    nowhere.close()
 
 
 def test_an_agent_that_does_not_answer_costs_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIRUN_SOCKET", f"{tmp_path}/agent")
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"{tmp_path}/memory")
+        listening.bind(f"{tmp_path}/agent")
         listening.listen()
         assert memory_tier.found("", 0.05) == {}
         fd = memfd()

@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     mutant(
         "why a worker is stopped needs no store",
-        *("workers/round_check", "self._stopping if client.line == STOP else", "self._stopping if False else"),
+        *("workers/round_check", "socket.serve(STOP, lambda", "socket.serve(CURRENT, lambda"),
         *("round_check", "who_asks_why_it_is_stopped_is_answered_at_once"),
     ),
     # The store moves when its host has died.

@@ -14,7 +14,8 @@ import pytest
 from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.agent.status import own_agents
 from elastirun.agent.status.own_agents import OwnAgent
-from elastirun.agent.workers.round_check import FOLDER, NAME, STORE
+from elastirun.agent.workers.local_socket import FOLDER, NAME
+from elastirun.agent.workers.round_check import STORE
 
 STEPS = '{"rank": 3, "local_rank": 1, "steps": 70, "seconds_since_step": 0.5, "steps_per_second": null, "times_median": 1.75}'
 ANSWER = f'{{"job": "job7", "endpoints": ["node0:29400"], "store": {{"kind": "none"}}, "steps": [{STEPS}], "live": [3]}}'

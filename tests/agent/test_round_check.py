@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from elastirun import clock
-from elastirun.agent.workers import local_socket, round_check
-from elastirun.agent.workers.local_socket import MAX_CLIENTS
+from elastirun.agent.workers import local_socket
+from elastirun.agent.workers.local_socket import MAX_CLIENTS, LocalSocket
 from elastirun.agent.workers.round_check import RoundCheck, still_holds
 from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.events import Synced, SyncFailed
@@ -158,7 +158,8 @@ class Agent:
     def __init__(self) -> None:
         self.selector = selectors.PollSelector()
         self.reads = 0
-        self.check = RoundCheck("a", self.selector, self.read_store, lambda: "{}")
+        self.socket = LocalSocket(self.selector)
+        self.check = RoundCheck("a", self.socket, self.read_store, lambda: "{}")
 
     def read_store(self) -> None:
         self.reads += 1
@@ -175,7 +176,7 @@ class Agent:
     def client(self, data: bytes = b"") -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(PATIENCE)
-        connection.connect(self.check.path)
+        connection.connect(self.socket.path)
         connection.sendall(data)
         self.turn()
         self.turn()
@@ -188,17 +189,17 @@ class Agent:
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Agent]:
-    monkeypatch.setattr(round_check.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local_socket.tempfile, "tempdir", str(tmp_path))
     made = Agent()
     yield made
-    made.check.close()
+    made.socket.close()
     made.selector.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_a_read_that_began_after_the_question_answers_it(agent: Agent) -> None:
     before = clock.now()
-    with agent.client(b"s:3\n") as asking:
+    with agent.client(b"current s:3\n") as asking:
         assert agent.reads == 1
         agent.synced(started=before)
         asking.setblocking(False)
@@ -210,7 +211,7 @@ def test_only_a_read_that_began_after_the_question_answers_it(agent: Agent) -> N
 
 
 def test_where_the_others_may_have_gone_on_the_answer_is_no(agent: Agent) -> None:
-    with agent.client(b"s:3\n") as asking:
+    with agent.client(b"current s:3\n") as asking:
         now = clock.now()
         agent.check.settle(Synced(now, now, RECORD, {}), lambda: True)
         assert asking.recv(100) == b"no\n"
@@ -218,11 +219,11 @@ def test_where_the_others_may_have_gone_on_the_answer_is_no(agent: Agent) -> Non
 
 def test_a_question_does_not_press_a_store_that_is_in_trouble(agent: Agent) -> None:
     agent.check.settle(SyncFailed(0.0, "no answer for 3 s"))
-    with agent.client(b"s:2\n") as asking:
+    with agent.client(b"current s:2\n") as asking:
         assert agent.reads == 0
         agent.synced()
         assert asking.recv(100) == b"no\n"
-    with agent.client(b"s:2\n") as asking:
+    with agent.client(b"current s:2\n") as asking:
         assert agent.reads == 1
         agent.check.settle(SyncFailed(0.0, "no answer for 3 s"))
         assert asking.recv(100) == b"unknown the rendezvous store does not answer: no answer for 3 s\n"
@@ -240,14 +241,14 @@ def test_who_asks_why_it_is_stopped_is_answered_at_once(agent: Agent) -> None:
 
 def test_strangers_neither_hang_nor_fill_the_agent(agent: Agent) -> None:
     before = agent.descriptors
-    for data in (b"", b"x" * 5000, b"\xff\xfe\n", b"s:3\ns:3\n", b"\n", b"s:3\n"):
+    for data in (b"", b"x" * 5000, b"\xff\xfe\n", b"current s:3\ncurrent s:3\n", b"\n", b"current s:3\n"):
         agent.client(data).close()
         agent.turn()
     agent.synced()
     assert agent.descriptors == before
     silent = [agent.client() for _ in range(3 * MAX_CLIENTS)]
     assert agent.descriptors <= before + len(silent) + MAX_CLIENTS
-    with agent.client(b"s:3\n") as asking:
+    with agent.client(b"current s:3\n") as asking:
         agent.synced()
         assert asking.recv(100) == b"yes\n"
     for connection in silent:
@@ -267,17 +268,17 @@ def test_questions_are_answered_again_after_the_descriptors_had_run_out(agent: A
             with contextlib.suppress(OSError):
                 while True:
                     taken.append(os.dup(0))
-            asking.connect(agent.check.path)
+            asking.connect(agent.socket.path)
             agent.turn()
             assert agent.selector.select(0) == [], "it does not spin"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for fd in taken:
                 os.close(fd)
-        due = agent.check.tick(clock.now())
+        due = agent.socket.tick(clock.now())
         assert due is not None
-        assert agent.check.tick(due) == math.inf
-        asking.sendall(b"s:3\n")
+        assert agent.socket.tick(due) == math.inf
+        asking.sendall(b"current s:3\n")
         agent.turn()
         agent.turn()
         agent.synced()
@@ -285,7 +286,7 @@ def test_questions_are_answered_again_after_the_descriptors_had_run_out(agent: A
 
 
 def test_another_user_is_not_answered(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert os.stat(agent.check.folder).st_mode & 0o777 == 0o700
+    assert os.stat(agent.socket.folder).st_mode & 0o777 == 0o700
     monkeypatch.setattr(local_socket.os, "geteuid", lambda: 65534)
     with agent.client() as asking:
         assert asking.recv(100) == b""
@@ -294,10 +295,11 @@ def test_another_user_is_not_answered(agent: Agent, monkeypatch: pytest.MonkeyPa
 def test_a_long_path_and_none_at_all(agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
-    monkeypatch.setattr(round_check.tempfile, "tempdir", str(deep))
-    long = RoundCheck("a", agent.selector, agent.read_store, str)
+    monkeypatch.setattr(local_socket.tempfile, "tempdir", str(deep))
+    socket = LocalSocket(agent.selector)
+    long = RoundCheck("a", socket, agent.read_store, str)
     monkeypatch.setenv("ELASTIRUN_FENCE", "s:3")
-    monkeypatch.setenv("ELASTIRUN_SOCKET", long.path)
+    monkeypatch.setenv("ELASTIRUN_SOCKET", socket.path)
     found: list[bool] = []
     asking = threading.Thread(target=lambda: found.append(is_current(PATIENCE)))
     asking.start()
@@ -306,8 +308,8 @@ def test_a_long_path_and_none_at_all(agent: Agent, monkeypatch: pytest.MonkeyPat
         now = clock.now()
         long.settle(Synced(now, now, RECORD, {}))
     asking.join()
-    long.close()
+    socket.close()
     deep.rmdir()
     assert found == [True]
-    none = RoundCheck("a", agent.selector, agent.read_store, str)
+    none = LocalSocket(agent.selector)
     assert (none.path, none.folder) == ("", "") and "No such file" in none.trouble
