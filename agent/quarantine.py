@@ -26,7 +26,7 @@ from elastirun.agent.store.locations import ASK_LIMIT, TcpAt, described
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.failures import describe
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.actions import Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import SitsOut, Synced
@@ -60,7 +60,7 @@ class Look:
     def _run(self, store: dict[str, Any], prefix: str, codec: Codec) -> None:
         with suppress(StoreError, StartError):
             at = described(store)
-            with closing(PlainTcpStore(at.address, at.port, ASK_LIMIT) if isinstance(at, TcpAt) else at.open()) as opened:
+            with closing(TcpStore(at.address, at.port, ASK_LIMIT) if isinstance(at, TcpAt) else at.open()) as opened:
                 protocol: SyncProtocol = execute(SyncProtocol(prefix, "", codec, clock.now).here(), opened)
                 self.found = protocol.carry_out(opened, Sync(), clock.now())
         self.done = True

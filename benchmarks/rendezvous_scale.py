@@ -34,9 +34,10 @@ from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.store_thread import StoreThread
+from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd import store
-from elastirun.rendezvous.stores.tcp import TcpStore, serve
+from elastirun.rendezvous.stores.tcp_server import serve
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 from elastirun.rendezvous.wire.actions import Finish, Reconnect, Start, Stop, Sync
@@ -113,8 +114,8 @@ class Elastirun:
         self._nodes = {i: self._node(plan, i) for i in plan.mine}
 
     def _connector(self, endpoint: str, tally: Tally) -> Callable[[], Store]:
-        def connect() -> TcpStore:
-            store = TcpStore(*split(endpoint))
+        def connect() -> tcp.TcpStore:
+            store = tcp.connect(*split(endpoint))
             store._store = Counted(store._store, tally)
             return store
 

@@ -1,7 +1,7 @@
 """The thread that carries the machine's ``Sync`` requests to the store and hands the answers back as events.
 
-The agent's loop never waits for the store. The thread of an exchange that is abandoned is abandoned with it (torch's client cannot be
-interrupted), and a fresh thread takes over.
+The agent's loop never waits for the store. The thread of an exchange that is abandoned is abandoned with it (a look-up of a name cannot
+be interrupted), and a fresh thread takes over.
 """
 
 from __future__ import annotations

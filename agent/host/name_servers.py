@@ -34,6 +34,6 @@ def only_python_asks() -> None:
         try:
             return look_up(*args, **options)
         finally:
-            libc.__res_state()[1] = 0  # this thread may go on to torch's client, which looks up the name of the server
+            libc.__res_state()[1] = 0  # this thread may go on to torch's server, whose own client looks its name up
 
     socket.getaddrinfo = asking

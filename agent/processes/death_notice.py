@@ -55,7 +55,7 @@ class Notice:
 
 def prepare(data: bytes) -> None:
     """Import what ``write`` will need for the notice that ``data`` describes, but for etcd's client, which is large."""
-    importlib.import_module("elastirun.rendezvous.stores.tcp_plain")
+    importlib.import_module("elastirun.rendezvous.stores.tcp")
     _vote_of(Notice.decode(data))
 
 
@@ -108,10 +108,10 @@ def tell_standbys(notice: Notice, told: set[str]) -> bool:
 
 def _tell(notice: Notice, vote: Vote, place: Place, told: set[str]) -> None:
     """Write the vote into the standby store at ``place``, unless nothing answers there."""
-    from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+    from elastirun.rendezvous.stores.tcp import TcpStore
 
     protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token, place.name), clock.now)
-    with suppress(StoreError), closing(PlainTcpStore(place.address, place.port, STANDBY_LIMIT, protocol.vote_keys)) as store:
+    with suppress(StoreError), closing(TcpStore(place.address, place.port, STANDBY_LIMIT, protocol.vote_keys)) as store:
         if execute(protocol.put_vote(vote), store):
             told.add(place.id)
 
@@ -128,9 +128,9 @@ def _carry_out(notice: Notice, where: dict[str, Any], died: float) -> bool:
 def _connect(store: dict[str, Any]) -> Any:
     """Open the store. Errors: ``StoreError``."""
     if store["kind"] == "tcp":
-        from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+        from elastirun.rendezvous.stores.tcp import TcpStore
 
-        return PlainTcpStore(store["address"], store["port"])
+        return TcpStore(store["address"], store["port"])
     sys.path += [folder for folder in store["path"] if folder not in sys.path]  # the guard runs without the folders of packages
     from elastirun.rendezvous.stores.etcd import store as etcd
     from elastirun.rendezvous.stores.etcd.access import Access

@@ -16,7 +16,7 @@ from elastirun.agent.store import shared_store
 from elastirun.agent.store.at_once import at_once
 from elastirun.config import Endpoint, LaunchConfig
 from elastirun.errors import StoreError, StoreRefused
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import Place
 from elastirun.rendezvous.wire.sync import SyncProtocol, execute
@@ -109,7 +109,7 @@ class Search:
         job = self._config.run_id
         protocol = SyncProtocol(shared_store.prefix(job), "", Codec(self._config.token), clock.now)
         try:
-            with closing(PlainTcpStore(one.host, one.port, ASK_LIMIT)) as store:
+            with closing(TcpStore(one.host, one.port, ASK_LIMIT)) as store:
                 record, place = execute(execute(protocol.here(), store).find_job(), store)
                 if record is not None and record.moved is None and (record.round > 0 or record.closed is not None):
                     goes_on = record.closed is None and bool(record.host)

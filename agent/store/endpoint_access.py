@@ -18,14 +18,14 @@ from elastirun.agent.store.standby_store import StandbyStore
 from elastirun.agent.store.store_access import StoreAccess, new_store_id, rules
 from elastirun.config import Endpoint, LaunchConfig
 from elastirun.errors import StartError, StoreError, StoreMoved
-from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.base import Store
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import ANY_KEY, HANG_LIMIT, TcpStore
+from elastirun.rendezvous.stores.tcp_server import ServedStore, connector
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import Place, RoundRecord
 from elastirun.rendezvous.wire.sync import OWNER, SyncProtocol, execute
 
-ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
+ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question
 PROBE_LIMIT = 2.0  # seconds for each address of the endpoint to accept a connection
 STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and to answer; the next one in line may take over meanwhile
 
@@ -51,11 +51,11 @@ class EndpointAccess(StoreAccess):
         self._known: tuple[str, ...] = ()  # the endpoint's addresses by the last lookup that found any; a later one may fail
         self._hosted_by = ""  # the job whose agent hosts the store, by the store's list of jobs
         self._served_at = ""  # the address on which this agent serves the store; empty for every interface
-        self._served: list[tcp.ServedStore] = []  # at the endpoint
+        self._served: list[ServedStore] = []  # at the endpoint
         self._standby = StandbyStore(config, self._search, self.notices.append)
         self._forwarding: Forwarding | None = None
         self._answered: Place | None = None  # the standby store that has answered last
-        self._open = tcp.connector(self._open_socket, self._reach, self._served)
+        self._open = connector(self._open_socket, self._reach, self._served)
 
     def connect(self, at: Place | None) -> Store:
         if at is not None:
@@ -69,7 +69,7 @@ class EndpointAccess(StoreAccess):
             execute(self._protocol().put_moved(place, first), store)  # in place of a first round
         return store
 
-    def _open_or_search(self) -> tcp.TcpStore:
+    def _open_or_search(self) -> TcpStore:
         """Open the store where the job was started. Raises StoreMoved when that fails, and another endpoint says where the store is."""
         try:
             return self._open()
@@ -142,14 +142,14 @@ class EndpointAccess(StoreAccess):
         why = "the name does not resolve"
         for address in net.resolve(at.address):
             try:
-                with closing(PlainTcpStore(address, at.port, ANSWER_LIMIT if at == self._answered else STANDBY_LIMIT)) as asked:
-                    owner = asked.get([OWNER]).get(OWNER)
+                store = TcpStore(address, at.port, ANSWER_LIMIT if at == self._answered else STANDBY_LIMIT, ANY_KEY)
+                owner = store.get([OWNER]).get(OWNER)
             except StoreError as error:
                 why = str(error)
                 continue
             if owner != at.name.encode():
                 raise StoreError(f"the standby store at {where} is another agent's; the one that served it has ended")
-            store = tcp.TcpStore(address, at.port)
+            store.give_time(HANG_LIMIT)
             self._answered = at
             self._host_failed = None  # a newcomer needs no store of its own where the job was started
             self._find_node_address(address, at.port)
@@ -194,7 +194,7 @@ class EndpointAccess(StoreAccess):
         if not self._search.several:
             return ""
         try:
-            with closing(PlainTcpStore(address, endpoint.port)) as store:
+            with closing(TcpStore(address, endpoint.port)) as store:
                 hosted = shared_store.host_of(store, self.config.run_id)
         except StoreError as error:
             return str(error)

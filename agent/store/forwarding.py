@@ -16,7 +16,7 @@ from elastirun.agent.store.at_once import at_once
 from elastirun.agent.store.discovery import MOST_ADDRESSES
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.records import Place, RoundRecord
 from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 from elastirun.threads import NONE_LEFT, start_thread
@@ -117,7 +117,7 @@ class _Address:
     def __init__(self, address: str, port: int, first: bool) -> None:
         self._where = (address, port)
         self._first = first
-        self._store: PlainTcpStore | None = None
+        self._store: TcpStore | None = None
         self._place: Place | None = None  # that of the last try
         self._useless = 0  # tries since something answered
         self._due = -math.inf  # the time of the next try on the clock of this node; infinity: one is under way
@@ -136,7 +136,7 @@ class _Address:
         record: RoundRecord | None = None
         try:
             if self._store is None:
-                self._store = PlainTcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
+                self._store = TcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
             here = execute(protocol.here(), self._store)
             over = job is not None
             if self._first:

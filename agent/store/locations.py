@@ -14,7 +14,7 @@ from elastirun.config import Endpoint, Etcd
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd.messages import check_installed
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.records import Place
 
 ASK_LIMIT = 1.0  # seconds to connect to a TCPStore, and for each answer
@@ -37,7 +37,7 @@ class TcpAt:
         return str(Endpoint(self.address, self.port))
 
     def open(self) -> Any:
-        return PlainTcpStore(self.address, self.port, ASK_LIMIT)
+        return TcpStore(self.address, self.port, ASK_LIMIT)
 
     def prefix(self, job: str) -> str:
         return shared_store.prefix(job)

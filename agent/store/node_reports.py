@@ -13,7 +13,7 @@ from typing import Any
 
 from elastirun.agent.store.locations import ASK_LIMIT, TcpAt, described
 from elastirun.errors import BadRecord
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.codec import Codec
 
 MOST_TRIES = 4  # writes of one key, which only this node writes
@@ -39,7 +39,7 @@ class NodeReports:
         # etcd gives keys with "/node/" in their name a lease, so that they vanish some time after the last write.
         self._prefix, self._nodes = f"{meeting.prefix}{topic}/node/", meeting.nodes
         self._codec = Codec(meeting.token, at.owner)
-        opened = PlainTcpStore(at.address, at.port, ASK_LIMIT, (self._prefix,)) if isinstance(at, TcpAt) else at.open()
+        opened = TcpStore(at.address, at.port, ASK_LIMIT, (self._prefix,)) if isinstance(at, TcpAt) else at.open()
         self._store: Any = opened
 
     def write(self, name: int | str, record: Any) -> None:

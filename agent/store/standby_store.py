@@ -12,7 +12,8 @@ from elastirun.agent.store.discovery import Search
 from elastirun.agent.store.listening import EVERYWHERE
 from elastirun.config import Endpoint, LaunchConfig
 from elastirun.errors import StartError, StoreError
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.tcp_server import ServedStore
 from elastirun.rendezvous.wire.records import Place
 from elastirun.rendezvous.wire.sync import OWNER
 
@@ -25,7 +26,7 @@ class StandbyStore:
 
     def __init__(self, config: LaunchConfig, search: Search, say: Callable[[str], None]) -> None:
         self._config, self._search, self._say = config, search, say
-        self._served: tcp.ServedStore | None = None
+        self._served: ServedStore | None = None
         self._ports: set[int] = set()  # of all that were served
         self._one_serves = threading.Lock()  # an abandoned attempt to connect may still run in its thread
 
@@ -52,13 +53,13 @@ class StandbyStore:
                 raise StoreError(str(error)) from None
             if net.listens_everywhere(listening):
                 self._say(f"warning: the standby store listens on {EVERYWHERE}: {number} is no address of this machine")
-            made = tcp.ServedStore(listening)
+            made = ServedStore(listening)
             with closing(made.connect()) as store:
                 store.put_if(OWNER, None, Place(me, "", made.port).name.encode())
             self._ports.add(made.port)
             self._served = made
 
-    def connect(self) -> tcp.TcpStore | None:
+    def connect(self) -> TcpStore | None:
         """Open the store; None: there is none."""
         served = self._served
         return None if served is None else served.connect()

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastirun.agent.host import net
 from elastirun.errors import StartError
-from elastirun.rendezvous.stores import tcp, torch_class
+from elastirun.rendezvous.stores import tcp_server, torch_class
 from elastirun.threads import NONE_LEFT, start_thread
 
 
@@ -101,7 +101,7 @@ class WorkerStore:
             torch_class.tcp_store_class()  # takes long the first time
             with self._lock, listening:
                 if number == self._serving:
-                    self._server = tcp.serve(listening)
+                    self._server = tcp_server.serve(listening)
         except Exception as error:  # torch raises many kinds of error; with any of them the workers cannot meet
             self._on_error(f"cannot serve the workers' store on {self._address}: {error}")
 

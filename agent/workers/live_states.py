@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.threads import start_thread
 from elastirun.worker.live_messages import store_prefix
 
@@ -39,7 +39,7 @@ def _write(address: str, port: int, key: str, value: bytes, goes_on: Callable[[]
     def write() -> None:
         while goes_on():
             with suppress(StoreError):
-                store = PlainTcpStore(address, port, creates=(key,))
+                store = TcpStore(address, port, creates=(key,))
                 try:
                     store.put_if(key, None, value)
                     return

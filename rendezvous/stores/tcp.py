@@ -1,111 +1,98 @@
-"""The store over torch's ``TCPStore``, which one agent of the job serves.
+"""The client of torch's ``TCPStore``, which one agent of the job serves (tcp_server.py). It loads nothing of torch.
 
 How the server behaves (torch 2.6 to 2.14, measured), and what follows:
 
 - Setting and appending are not acknowledged, but compare-and-set is. So only compare-and-set writes values.
 - Reading a missing key blocks. Compare-and-set with an expectation that never holds answers at once with the present value. So that is
-  how a key is read (tcp_plain.py).
+  how a key is read.
 - Listing keys is slow with many keys. So an index holds the keys under each prefix, one line each, and appending extends it without
   conflict. A key is written before it is indexed, so every indexed key exists (tcp_index.py).
-- The server listens on every interface unless it gets a bound socket.
-- It pushes nothing by itself, but a client can wait for a key. So whoever replaces a value that others watch creates a key that says so
-  (tcp_watch.py).
-
-Torch's own client only deletes the keys of an earlier round. Its calls cannot be interrupted, each key that it reads costs a round trip,
-and it asks a name server.
+- It pushes nothing by itself, but a client can wait for a key. So whoever replaces the value of a watched key creates another key, the
+  mark of the old value. A watch reads the value and waits for its mark, so it misses no change that happens between the two. Only a
+  writer that dies between its two writes leaves no mark; then the watch notices the change after RECHECK seconds, and the polls of the
+  agent notice it before.
 """
 
 from __future__ import annotations
 
-import socket
+import hashlib
+import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 
 from elastirun import clock
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores import tcp_wire
 from elastirun.rendezvous.stores.tcp_index import index_of, is_listed, keys_in, line
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
-from elastirun.rendezvous.stores.tcp_watch import WATCHED, TcpWatch, mark
-from elastirun.rendezvous.stores.torch_class import tcp_store_class
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+from elastirun.threads import start_thread
 
-ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
+ANSWER_LIMIT = 3.0  # seconds to connect, and for the answers to what is sent at once, of a short visit
+HANG_LIMIT = EXCHANGE_LIMIT + 1.0  # seconds, the same, of an agent: by then the exchange was given up, and its thread ends
+ANY_KEY = ("",)  # the beginning of every key
 KEPT_MARKS = 4  # of one connection; a watch waits for the newest, and a slow one soon reads the value again
-TORCH_TIMEOUT = 15.0  # seconds, for the handshake of torch's client and its DNS queries
-HANG_LIMIT = EXCHANGE_LIMIT + 1.0  # seconds for an answer; by then the exchange was given up, and its thread ends
+WATCHED = "/round"  # keys that end with this can be watched; a mark for each keep-alive would be too many
+WATCH_LIMIT = 5.0  # seconds to connect, and for every answer but that to a wait
+RECHECK = 60.0  # seconds of waiting after which the value is read again; also finds that the server is gone without a word
+PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before the next attempt: doubled after each that brought nothing; the polls go on meanwhile
+BURST, BURST_TIME = 20, 1.0  # calls of ``changed`` within so many seconds, at most: a new round takes a few, an intruder writes without end
 
 
-def serve(listening: socket.socket) -> Any:
-    """Serve a TCPStore on a bound, listening socket, which the server then owns. The server ends when the returned object is deleted."""
-    host, port = listening.getsockname()[:2]
-    begin = partial(
-        tcp_store_class(),
-        ANY.get(host, host),
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=TORCH_TIMEOUT),
-        master_listen_fd=listening.detach(),
-    )
-    try:
-        return begin()
-    except RuntimeError as error:  # the newer server of an old torch, 2.6 among them, takes no bound socket; the older server does
-        if "libuv" not in str(error):
-            raise
-        return begin(use_libuv=False)
+def connect(address: str, port: int) -> TcpStore:
+    """Return the connection of an agent, which creates every key that it writes. Errors: ``StoreError``."""
+    return TcpStore(address, port, HANG_LIMIT, ANY_KEY)
 
 
-class ServedStore:
-    """A TCPStore that this process serves on a bound, listening socket, until ``close``. Errors: ``StoreError``."""
-
-    def __init__(self, listening: socket.socket) -> None:
-        host, self.port = listening.getsockname()[:2]
-        self._address = ANY.get(host, host)
-        with _translated(f"cannot serve the store on {host}:{self.port}"):
-            self._server = serve(listening)
-
-    def connect(self) -> TcpStore:
-        if self._server is None:
-            raise StoreError("this agent has ended its store")
-        return TcpStore(self._address, self.port, hosting=True)
-
-    def close(self) -> None:
-        """End the store, with the connections of its clients."""
-        self._server = None
+def mark(key: str, value: bytes) -> str:
+    """Return the key that says that ``value`` is no longer the value of ``key``. An empty ``value``: ``key`` exists now."""
+    return f"{key}~replaced/{hashlib.sha256(value).hexdigest()[:32]}"
 
 
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Raise torch's errors as ``StoreError``. ``what``: the operation, for the message."""
-    try:
-        yield
-    except (RuntimeError, OSError, ValueError) as error:  # torch's Dist*Error are RuntimeErrors
-        raise StoreError(f"{what}: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from None
+class TcpStore:
+    """A connection to the TCPStore at ``address:port``: a ``stores.base.Store``.
 
+    ``limit``: seconds to connect, and for the answers to what is sent at once. ``creates``: what the keys begin with that may be created;
+    ``put_if`` creates no other ones. Only those of an agent, ANY_KEY, are listed: who reads the others must know their names.
+    Errors: ``StoreError``.
+    """
 
-class TcpStore(PlainTcpStore):
-    """An agent's connection to the TCPStore at ``address:port``. ``hosting``: this process serves that store. Errors: ``StoreError``."""
+    hosting = False
 
-    def __init__(self, address: str, port: int, hosting: bool = False) -> None:
-        self.hosting = hosting
+    def __init__(self, address: str, port: int, limit: float | None = None, creates: tuple[str, ...] = ()) -> None:
         self._where = (address, port)
+        self._creates = creates
         self._indexed: set[str] = set()  # keys that this connection has put into the index
         self._marks: deque[str] = deque()  # that this connection has created, the newest at the end
-        self._watches: list[TcpWatch] = []
-        super().__init__(address, port, HANG_LIMIT)
+        self._watches: list[_Watch] = []
+        with _translated(f"cannot connect to the store at {address}:{port}"):
+            self._connection = tcp_wire.Connection(address, port, limit or ANSWER_LIMIT)
+        try:
+            with _translated(f"no answer of the store at {address}:{port}"):
+                self._connection.greet()
+        except StoreError:
+            self.close()
+            raise
+
+    def give_time(self, limit: float) -> None:
+        """Wait for each further answer for ``limit`` seconds."""
+        self._connection.limit = limit
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        with _translated():
+            return self._connection.get(keys)
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
-        now = self._compare_set(key, expected or b"", value)
+        if not (expected or key.startswith(self._creates)):
+            return self.get([key]).get(key)
+        with _translated():
+            self._connection.send(tcp_wire.compare_set(key, expected or b"", value))
+            now = self._connection.value()
         if now == expected:  # the server answers with the expectation when the key is missing
             return self.get([key]).get(key)
         # Once per connection, and also for another's value: that client's line may have been lost.
-        if key not in self._indexed and is_listed(key):
+        if self._creates == ANY_KEY and key not in self._indexed and is_listed(key):
             self._send(tcp_wire.append(index_of(key), line(key).encode()))
             self._indexed.add(key)
         if now == value:
@@ -124,18 +111,20 @@ class TcpStore(PlainTcpStore):
     def clear(self, keep: str, limit: float) -> bool:
         """Delete every key that does not begin with ``keep``. Return False when that takes longer than ``limit`` seconds."""
         until = clock.now() + limit
-        with _translated("clear"):
-            client = tcp_store_class()(*self._where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TORCH_TIMEOUT))
-            keys = client.list_keys()
+        with _translated():
+            self._connection.send(tcp_wire.LIST_KEYS)
+            keys = [self._connection.value().decode(errors="replace") for _ in range(self._connection.number())]
         for key in keys:
             if clock.now() > until:
                 return False
-            if not key.startswith(keep):
-                self._delete_key(key)
+            if key.startswith("/") and not key.startswith(f"/{keep}"):
+                self._delete_key(key[1:])
         return clock.now() <= until
 
     def under(self, prefix: str) -> dict[str, bytes]:
-        """See ``Store.under``. A prefix that ends with ``tcp_index.UNLISTED`` has no keys here."""
+        """See ``Store.under``. Only keys that agents have written are listed, and none under a prefix that ends with
+        ``tcp_index.UNLISTED``.
+        """
         index = index_of(prefix)
         keys = keys_in(self.get([index]).get(index, b""), prefix)
         # A key of ours that is missing from the index was overwritten there; the next put appends it again.
@@ -143,22 +132,34 @@ class TcpStore(PlainTcpStore):
         return self.get(sorted(keys))
 
     def watch(self, key: str, changed: Callable[[], None]) -> None:
-        """See ``Store.watch``. ``changed`` is called from the watch's thread, the first time when the watch begins.
+        """See ``Store.watch``. ``changed`` is called from a thread with a connection of its own: once when the watch begins, then after
+        each change of ``key``, or after several, and when the connection is lost: the host of the store may have died, which the agent
+        should find at once.
 
         Only a key that ends with WATCHED can be watched. A change by somebody else's client is noticed after a minute, and a value that
-        the key had before may be noticed as late.
+        the key had before may be noticed as late. A connection that is refused, reset, silent, or answered by another program is tried
+        again after a pause.
         """
-        self._watches.append(TcpWatch(*self._where, key, changed))
+        self._watches.append(_Watch(self._where, key, changed))
 
     def close(self) -> None:
-        super().close()
+        self._connection.close()
         for watch in self._watches:
             watch.close()
 
     def __del__(self) -> None:
-        # Like torch's client, whoever lets it go has closed it.
-        if hasattr(self, "_socket"):  # else it could not connect
+        if hasattr(self, "_connection"):  # else it could not connect
             self.close()
+
+    def _send(self, request: bytes) -> None:
+        """Send a ``request`` that is not answered."""
+        with _translated():
+            self._connection.send(request)
+
+    def _delete_key(self, key: str) -> None:
+        with _translated():
+            self._connection.send(tcp_wire.delete_key(key))
+            self._connection.number()
 
     def _mark_replaced(self, key: str, value: bytes) -> None:
         """Tell those who watch ``key`` that ``value`` was replaced. Costs no answer of the server, so it is as fast as the network."""
@@ -169,30 +170,80 @@ class TcpStore(PlainTcpStore):
                 self._delete_key(self._marks.popleft())
 
 
-def connector(
-    open_socket: Callable[[], socket.socket | None],
-    resolve: Callable[[], tuple[str, int]],
-    served: list[ServedStore] | None = None,
-) -> Callable[[], TcpStore]:
-    """Return a function that connects, and first serves the store if this agent is the store host.
+class _Watch:
+    """The thread of ``TcpStore.watch``, with its connection. Nothing is raised."""
 
-    ``open_socket`` returns the bound socket if this machine is to host. ``resolve`` returns the numeric address to connect to. Both raise
-    ``StoreError`` for what may pass (a name that does not resolve yet). An agent that has connected as a client never becomes the host:
-    its store would be empty. The store that the agent serves is put into ``served``.
-    """
-    served = [] if served is None else served
-    client_only: list[bool] = []
-    one_serves = threading.Lock()  # an abandoned attempt may still run in its thread
+    def __init__(self, where: tuple[str, int], key: str, changed: Callable[[], None]) -> None:
+        self._where = where
+        self._key = key
+        self._changed = changed
+        self._seen: bytes | None = None  # the value of which ``changed`` has told; None: none yet
+        self._fruitless = 0  # consecutive attempts without a change
+        self._told: deque[float] = deque(maxlen=BURST)  # when ``changed`` was called last
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # the connection is not closed by the thread while ``close`` uses it
+        self._connection: tcp_wire.Connection | None = None
+        start_thread("store watch", self._run)  # if none can be started, polls have to do
 
-    def connect() -> TcpStore:
-        with one_serves:
-            listening = None if served or client_only else open_socket()
-            if listening is not None:
-                served.append(ServedStore(listening))
-        if served:
-            return served[0].connect()
-        store = TcpStore(*resolve())
-        client_only.append(True)
-        return store
+    def close(self) -> None:
+        """End the watch and its connection, without waiting."""
+        self._closed.set()
+        with self._lock:
+            if self._connection is not None:
+                self._connection.interrupt()  # wakes the thread
 
-    return connect
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            with suppress(OSError, ValueError), closing(tcp_wire.Connection(*self._where, WATCH_LIMIT)) as connection:
+                self._hold(connection)
+                try:
+                    connection.greet()
+                    self._follow(connection)
+                finally:
+                    self._hold(None)
+            self._fruitless += 1
+            pause = min(PAUSE * 2 ** min(self._fruitless - 1, 10), LONGEST_PAUSE)
+            self._closed.wait(pause * random.uniform(0.5, 1.0))
+
+    def _hold(self, connection: tcp_wire.Connection | None) -> None:
+        with self._lock:
+            self._connection = connection
+
+    def _follow(self, connection: tcp_wire.Connection) -> None:
+        """Watch over ``connection`` until it fails (OSError), or what answers there makes no sense (ValueError)."""
+        try:
+            self._tell_of_changes(connection)
+        except OSError:
+            if not self._closed.is_set():
+                self._tell()
+            raise
+
+    def _tell_of_changes(self, connection: tcp_wire.Connection) -> None:
+        marked = False
+        while not self._closed.is_set():
+            self._pause_after_burst()
+            value = connection.get([self._key]).get(self._key, b"")
+            if value != self._seen:
+                self._seen, self._fruitless = value, 0
+                self._tell()
+            elif marked:
+                raise ValueError("the mark of the present value exists: an older value came back, or somebody else created the mark")
+            marked = connection.wait(mark(self._key, value), RECHECK)
+
+    def _tell(self) -> None:
+        self._told.append(clock.now())
+        self._changed()
+
+    def _pause_after_burst(self) -> None:
+        """Wait if ``changed`` was called too often. Before the value is read: no time may pass between that and the wait for its mark."""
+        if len(self._told) == BURST:
+            self._closed.wait(max(0.0, self._told[0] + BURST_TIME - clock.now()))
+
+
+@contextmanager
+def _translated(what: str = "no answer of the store") -> Iterator[None]:
+    """Raise the errors of a ``tcp_wire.Connection`` as ``StoreError``. ``what``: the failure, for the message."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{what}: {error}") from None

@@ -1,19 +1,25 @@
-"""The requests of torch's TCPStore that are made without torch's client, whose calls cannot be interrupted and which looks names up.
+"""The requests of torch's TCPStore, and a connection that makes them. Torch's own client cannot be interrupted, and looks names up.
 
 As in TCPStore.cpp of torch 2.6 to 2.14: numbers are little-endian, a text follows its length, and torch puts "/" before each key.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 
 from elastirun import clock
 
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client; not answered
 CANCEL_WAIT = b"\x0c"  # ends a wait; answered with ``CANCELED``
+LIST_KEYS = b"\x11"  # answered with the number of keys, in eight bytes, and the keys; by the server of torch 2.6 with a hang-up
 CAME, CANCELED = b"\0", b"\1"  # answers to a wait: every key exists, and to its end
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
+AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours: they fit into a connection's buffers
 SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests and answers
 
 
@@ -47,16 +53,92 @@ def wait(key: str) -> bytes:
     return b"\x06" + struct.pack("<Q", 1) + _key(key)
 
 
-def receive(connection: socket.socket, length: int, until: float | None = None) -> bytes:
-    """Return the next ``length`` bytes. ``until``: a moment of ``elastirun.clock``; None: each part may take the timeout of the socket.
+class Connection:
+    """A connection to what listens at ``address:port``.
+
+    ``limit``: seconds to connect, and for the answers to what is sent at once; large ones have more.
+    Errors of all methods: ``OSError``; ``ValueError`` for a name that is none, and for an answer that makes no sense.
+    """
+
+    def __init__(self, address: str, port: int, limit: float) -> None:
+        self.limit = limit
+        self._socket = socket.create_connection((address, port), limit)
+
+    def greet(self) -> None:
+        """Begin to speak to the TCPStore that should listen there. ``ValueError``: it is none."""
+        nonce = os.urandom(4)
+        self.send(hello(nonce))
+        if self.receive(4) != nonce:
+            raise ValueError("what listens there is no TCPStore")
+
+    def send(self, data: bytes) -> None:
+        self._until = clock.now() + self.limit + len(data) / SLOWEST
+        self._large = LARGEST  # bytes of the answers that are given more time
+        self._socket.settimeout(self.limit)
+        self._socket.sendall(data)
+
+    def receive(self, length: int) -> bytes:
+        return receive(self._socket, length, self._until)
+
+    def number(self) -> int:
+        (number,) = struct.unpack("<Q", self.receive(8))
+        return int(number)
+
+    def value(self) -> bytes:
+        value = receive_value(self._socket, self._until)
+        more = min(len(value), self._large)
+        self._large -= more
+        self._until += more / SLOWEST
+        return value
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Return the values of those ``keys`` that exist. A comparison that never holds is answered with the present value."""
+        wanted, never, found = deque(keys), os.urandom(16), {}
+        while wanted:
+            some = [wanted.popleft()]
+            requests = compare_set(some[0], never, never)
+            while wanted and len(requests) + len(more := compare_set(wanted[0], never, never)) <= AT_ONCE:
+                some.append(wanted.popleft())
+                requests += more
+            self.send(requests)
+            found.update({key: value for key in some if (value := self.value()) != never})
+        return found
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Wait until ``key`` exists, for ``seconds`` at most. Return whether it does."""
+        self.send(wait(key))
+        try:
+            answer = receive(self._socket, 1, clock.now() + seconds)
+        except TimeoutError:
+            self.send(CANCEL_WAIT)
+            answer = self.receive(1)
+            if answer == CANCELED:
+                return False
+            if self.receive(1) != CANCELED:  # the key was created just before
+                raise ValueError("another answer than that to the end of a wait") from None
+        if answer != CAME:
+            raise ValueError("another answer than that to a wait")
+        return True
+
+    def interrupt(self) -> None:
+        """Make the method that waits in another thread fail."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
+
+def receive(connection: socket.socket, length: int, until: float) -> bytes:
+    """Return the next ``length`` bytes. ``until``: a moment of ``elastirun.clock``.
 
     Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever. What has arrived is taken at any
     time, because this process may have stood still.
     """
     data = b""
     while len(data) < length:
-        if until is not None:
-            connection.settimeout(max(0.0 if data else 0.001, until - clock.now()))
+        connection.settimeout(max(0.0 if data else 0.001, until - clock.now()))
         try:
             more = connection.recv(min(length - len(data), 1 << 16))
         except BlockingIOError:
@@ -67,12 +149,12 @@ def receive(connection: socket.socket, length: int, until: float | None = None) 
     return data
 
 
-def receive_value(connection: socket.socket, until: float | None = None) -> bytes:
+def receive_value(connection: socket.socket, until: float) -> bytes:
     """Return a value, the answer to a request. Errors: those of ``receive``; ``ValueError`` for a value that no store holds."""
     (length,) = struct.unpack("<Q", receive(connection, 8, until))
     if length > LARGEST:
         raise ValueError(f"a value of {length} bytes")
-    return receive(connection, length, until and until + length / SLOWEST)
+    return receive(connection, length, until + length / SLOWEST)
 
 
 def _key(key: str) -> bytes:

@@ -22,7 +22,7 @@ from elastirun.agent.output import log_files
 from elastirun.agent.output.disk import QUEUE_LIMIT, DiskThread
 from elastirun.agent.output.log_files import close_all, open_all
 from elastirun.config import LogPolicy, Std, StdMap
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import NodeRow
 from tests.agent.test_workers import Loop, spec
@@ -284,7 +284,7 @@ for line in s.makefile():
 """
 
 
-def keep_alives(store: PlainTcpStore) -> dict[str, int]:
+def keep_alives(store: TcpStore) -> dict[str, int]:
     """Return how often each node has written its row, by the row's key."""
     rows = store.under("elastirun/job/test/node/")
     return {key: Codec(None).decode(key, row, NodeRow).seq for key, row in rows.items()}
@@ -302,7 +302,7 @@ def test_a_log_disk_that_hangs_for_longer_than_expire_costs_nothing(nodes: Clust
     for worker in workers:
         worker.tell("hello")
     until(Path(f"{hang}.seen").exists, "a write that hangs", state=nodes.everything)
-    with closing(PlainTcpStore("127.0.0.1", nodes.port)) as store:
+    with closing(TcpStore("127.0.0.1", nodes.port)) as store:
         before = keep_alives(store)
         assert len(before) == 2
         until(

@@ -445,7 +445,7 @@ from elastirun.agent.processes import guard, kills, marks
 from elastirun.agent.processes.death_notice import Notice
 for name in [name for name in sys.modules if name.startswith(("elastirun.rendezvous", "elastirun.agent.processes.death_notice"))]:
     del sys.modules[name]
-state, needed = guard.Guard(kills.Evidence(marks.own(), "", False), 0.0), "elastirun.rendezvous.stores.tcp_plain"
+state, needed = guard.Guard(kills.Evidence(marks.own(), "", False), 0.0), "elastirun.rendezvous.stores.tcp"
 state.receive(guard.message(guard.NOTICE, b""))
 state.receive(guard.message(guard.NOTICE, Notice(None, "job/", "me-1", None, 3, 12.5).encode()))
 while needed not in sys.modules:

@@ -6,8 +6,8 @@ import socket
 import threading
 
 from elastirun.agent.workers import live_states
-from elastirun.rendezvous.stores import tcp
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores import tcp_server
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.worker.live_messages import store_prefix
 from tests.support.cluster import PATIENCE
 from tests.support.until import until
@@ -24,8 +24,8 @@ def test_the_word_comes_as_soon_as_there_is_a_store() -> None:
     listening.settimeout(PATIENCE)
     first, _ = listening.accept()
     first.close()
-    server = tcp.serve(listening)
-    store, key = PlainTcpStore("127.0.0.1", port), f"{store_prefix(7)}/node/3"
+    server = tcp_server.serve(listening)
+    store, key = TcpStore("127.0.0.1", port), f"{store_prefix(7)}/node/3"
     assert until(lambda: store.get([key]), "the word of this node")[key] == b"[[2, 6], [4, 6]]"
     store.close()
     for thread in threads():

@@ -24,8 +24,8 @@ from elastirun.agent.part import WorkerExit
 from elastirun.agent.workers.live_workers import LiveWorkers
 from elastirun.agent.workers.parking import Parking
 from elastirun.errors import TrainError
-from elastirun.rendezvous.stores import tcp
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores import tcp_server
+from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.worker import live_connection, live_messages
 from elastirun.worker.live_connection import ENDED, LiveConnection
 from elastirun.worker.live_messages import VARIABLE, Gathered, Hello, Lost, Park, Parked, Resume, decode, encode, store_prefix
@@ -169,7 +169,7 @@ def test_of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear(agent:
     """It may not have said so itself: it has lost the store, or has ended by ``os._exit``."""
     listening = socket.create_server(("127.0.0.1", 0))
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
-    server = tcp.serve(listening)
+    server = tcp_server.serve(listening)
     with agent.connect() as worker:
         worker.send(encode(Hello()))
         agent.turn(lambda: agent.live._parking._live)
@@ -180,7 +180,7 @@ def test_of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear(agent:
     agent.live.worker_ended(WorkerExit(0, 0, US, code, 1.0, False))
     for thread in [thread for thread in threading.enumerate() if thread.name == "live states"]:
         thread.join(PATIENCE)
-    with closing(PlainTcpStore("127.0.0.1", int(env["MASTER_PORT"]))) as store:
+    with closing(TcpStore("127.0.0.1", int(env["MASTER_PORT"]))) as store:
         key = f"{store_prefix(4)}/over"
         assert (key in store.get([key])) == told
     del server

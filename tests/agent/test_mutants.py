@@ -199,7 +199,7 @@ MUTANTS = (
     ),
     of_rendezvous(
         "a guard creates votes alone",
-        *("stores/tcp_plain", "if key.startswith(self._creates) else", "if True else"),
+        *("stores/tcp", "if not (expected or key.startswith(self._creates)):", "if not (expected or self._creates):"),
         *("tcp_plain", "it_creates_the_keys_that_it_may_and_replaces_none"),
     ),
     mutant(

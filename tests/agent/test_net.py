@@ -28,7 +28,7 @@ from elastirun.agent.host.net import (
 )
 from elastirun.config import Endpoint
 from elastirun.errors import StartError
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores import tcp_server
 
 FOREIGN = "203.0.113.250"  # an address for documentation, which no machine has
 NO_NAME = "no-such-host.invalid"
@@ -233,7 +233,7 @@ def test_a_foreign_program_at_the_stores_port_is_named(answer: bytes | None, wha
 def test_a_tcpstore_is_known_by_its_answer() -> None:
     with hosting("127.0.0.3") as listener:
         port = listener.getsockname()[1]
-        server = tcp.serve(listener.dup())
+        server = tcp_server.serve(listener.dup())
         assert who_answers("127.0.0.3", port, 10) is None
         del server
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.lab import ELASTIRUN
 from benchmarks.orphans import MOMENTS, PHASES, Case, run
 from elastirun.agent.processes.process_tree import _own_group
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores import tcp_server
 from tests.support.cluster import PATIENCE, Cluster, Worker, dies, kill
 from tests.support.until import until
 
@@ -153,7 +153,7 @@ def test_a_frozen_agent_whose_place_nobody_can_take_keeps_its_workers(nodes: Clu
 
 @pytest.mark.parametrize("host", [1, 9], ids=["here", "elsewhere"])
 def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_wherever_its_store_is(nodes: Cluster, host: int) -> None:
-    server = tcp.serve(socket.create_server(("127.0.0.9", nodes.port))) if host == 9 else None
+    server = tcp_server.serve(socket.create_server(("127.0.0.9", nodes.port))) if host == 9 else None
     agent = nodes.agent(1, "--rdzv-backend=c10d", "--expire=2", "--grace=0.2", nnodes="1", host=host)
     tree = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)

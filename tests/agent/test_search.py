@@ -23,8 +23,8 @@ from elastirun.agent.store.forwarding import Forwarding
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError, StoreMoved, StoreRefused
 from elastirun.rendezvous import formation
-from elastirun.rendezvous.stores.tcp import ServedStore
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.tcp_server import ServedStore
 from elastirun.rendezvous.wire.actions import Change, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import Closed, Member, Place, RoundRecord, Verdict
@@ -77,8 +77,8 @@ def protocol(token: bytes | None = None) -> SyncProtocol:
 
 
 @contextmanager
-def plain(i: int, port: int) -> Iterator[PlainTcpStore]:
-    with closing(PlainTcpStore(f"127.0.0.{i}", port, creates=(JOB,))) as store:
+def plain(i: int, port: int) -> Iterator[TcpStore]:
+    with closing(TcpStore(f"127.0.0.{i}", port, creates=(JOB,))) as store:
         yield store
 
 
@@ -551,7 +551,7 @@ def test_a_store_that_was_told_is_asked_over_the_same_connection(often: None, mo
     made: list[tuple[str, int]] = []
     writes, enough = [], threading.Event()
 
-    class Counted(PlainTcpStore):
+    class Counted(TcpStore):
         def __init__(self, *where: object) -> None:
             super().__init__(*where)  # type: ignore[arg-type]
             made.append(where[:2])  # type: ignore[arg-type]
@@ -562,7 +562,7 @@ def test_a_store_that_was_told_is_asked_over_the_same_connection(often: None, mo
                 enough.set()
             return super().get(keys)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(forwarding_module, "PlainTcpStore", Counted)
+    monkeypatch.setattr(forwarding_module, "TcpStore", Counted)
     store = ServedStore(listening("127.0.0.2", port))
     with forwarding(Endpoint("127.0.0.1", port), Endpoint("127.0.0.2", port)):
         assert enough.wait(PATIENCE)

@@ -35,8 +35,8 @@ from elastirun.agent.store.endpoint_access import EndpointAccess
 from elastirun.agent.store.forwarding import Forwarding
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores.tcp import ServedStore, tcp_store_class
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.tcp_server import ServedStore, tcp_store_class
 from elastirun.rendezvous.wire.actions import Change, Put, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import Synced
@@ -83,14 +83,14 @@ def test_a_store_that_has_answered_is_given_more_time_when_it_is_reached_again(p
     """When the store of a large job moves, all nodes connect at once. A store that does not answer is given up soon, for the next one."""
     limits: list[float] = []
 
-    def opened(address: str, port: int, limit: float) -> PlainTcpStore:
+    def opened(address: str, port: int, limit: float, creates: tuple[str, ...]) -> TcpStore:
         limits.append(limit)
-        return PlainTcpStore(address, port, limit)
+        return TcpStore(address, port, limit, creates)
 
     with access(1, port) as host, access(2, port) as other:
         for each in (host, other):
             each.connect(None).close()
-        monkeypatch.setattr(endpoint_access, "PlainTcpStore", opened)
+        monkeypatch.setattr(endpoint_access, "TcpStore", opened)
         for _ in range(2):
             host.connect(place(other)).close()
     assert limits == [endpoint_access.STANDBY_LIMIT, endpoint_access.ANSWER_LIMIT]
@@ -381,7 +381,7 @@ def test_who_has_too_few_nodes_overrules_no_other_word(appeared: ServedStore, lo
 def test_a_store_in_which_a_round_has_formed_is_left_alone(appeared: ServedStore) -> None:
     formed = replace(EMPTY, version=2, round=1, members=(Member("n9", "n9", "127.0.0.9", 1, 1),))
     put(appeared, formed)
-    with closing(PlainTcpStore("127.0.0.1", appeared.port)) as store:
+    with closing(TcpStore("127.0.0.1", appeared.port)) as store:
         assert execute(protocol().put_moved(HERE), store) == formed == read(appeared)
 
 
@@ -407,7 +407,7 @@ def test_the_word_of_another_run_is_reported_each_time_that_it_stands_there(port
     try:
         with forwarding(port, found.put, others=elsewhere):
             for _ in range(2):
-                with closing(PlainTcpStore("127.0.0.1", store.port, 1.0, (told.moved_key,))) as client:
+                with closing(TcpStore("127.0.0.1", store.port, 1.0, (told.moved_key,))) as client:
                     execute(told.put_moved(other) if first else told.put_place(other), client)
                 while (word := found.get(timeout=PATIENCE).moved) != other:
                     pass
@@ -418,7 +418,7 @@ def test_the_word_of_another_run_is_reported_each_time_that_it_stands_there(port
 
 
 def test_nothing_is_written_where_nobody_has_begun(appeared: ServedStore) -> None:
-    with closing(PlainTcpStore("127.0.0.1", appeared.port)) as store:
+    with closing(TcpStore("127.0.0.1", appeared.port)) as store:
         assert execute(protocol().put_moved(HERE), store) is None
     assert [key for key in torch_client(appeared.connect()).list_keys() if key.startswith("elastirun/")] == []
 

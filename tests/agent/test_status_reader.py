@@ -29,7 +29,6 @@ from elastirun.rendezvous.stores.etcd.access import Access
 from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.wire.actions import Change, Put, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Status
@@ -74,7 +73,7 @@ def fill(server: Server, job: str, nodes: list[NodeRow], token: bytes | None = N
 def moved(server: Server, job: str, to: Place, first: RoundRecord | None = None) -> None:
     """Say in the store of ``server`` that the job is at ``to``: in its round record, or beside the records of a standby store."""
     protocol = SyncProtocol(shared_store.prefix(job), "", Codec(), clock.now)
-    with closing(PlainTcpStore(server.address, server.port, creates=(protocol.moved_key, protocol.round_key))) as store:
+    with closing(TcpStore(server.address, server.port, creates=(protocol.moved_key, protocol.round_key))) as store:
         execute(protocol.put_place(to) if first is None else protocol.put_moved(to, first), store)
 
 
@@ -178,7 +177,7 @@ def test_rows_that_do_not_parse_are_told_of(servers: tuple[Server, Server]) -> N
     assert [node.state for node in one.nodes] == ["running", "absent"] and "n1" in one.ignored[0]
 
 
-class Replaced(PlainTcpStore):
+class Replaced(TcpStore):
     """A connection that does not find the members of a round at first, as when the next round has just formed."""
 
     misses = 0
@@ -192,7 +191,7 @@ class Replaced(PlainTcpStore):
 
 
 def test_a_record_that_is_replaced_while_it_is_read_is_read_again(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_stores, "PlainTcpStore", Replaced)
+    monkeypatch.setattr(status_stores, "TcpStore", Replaced)
     fill(servers[0], "job", rows(2))
     Replaced.misses = status_reader.TRIES - 1
     assert len(look(endpoint(servers[0])).jobs) == 1
@@ -240,12 +239,12 @@ def test_a_store_that_has_not_finished_its_answer_is_named(servers: tuple[Server
 def test_one_connection_serves_all_looks_unless_it_is_lost(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    class Counted(PlainTcpStore):
+    class Counted(TcpStore):
         def __init__(self, *args: Any) -> None:
             made.append(self)
             super().__init__(*args)
 
-    monkeypatch.setattr(status_stores, "PlainTcpStore", Counted)
+    monkeypatch.setattr(status_stores, "TcpStore", Counted)
     fill(servers[0], "job", rows(2))
     with closing(StatusReader(Target((endpoint(servers[0]),)), list)) as reader:
         for _ in range(3):
@@ -394,12 +393,12 @@ def test_a_job_of_one_node_is_shown_from_the_copy_that_its_agent_hands_out(monke
 def test_two_agents_whose_jobs_share_a_store_are_asked_one_after_the_other(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Slow(PlainTcpStore):
+    class Slow(TcpStore):
         def get(self, keys: Any) -> dict[str, bytes]:
             time.sleep(0.01)
             return super().get(keys)
 
-    monkeypatch.setattr(status_stores, "PlainTcpStore", Slow)
+    monkeypatch.setattr(status_stores, "TcpStore", Slow)
     for job in ("a", "b"):
         fill(servers[0], job, rows(2))
     found = with_agents(monkeypatch, Target(), *(OwnAgent(job, (), at(servers[0])) for job in ("a", "b")))

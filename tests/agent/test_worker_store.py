@@ -12,8 +12,8 @@ import pytest
 from elastirun.agent.host import net
 from elastirun.agent.store.worker_store import WorkerStore
 from elastirun.errors import StartError
-from elastirun.rendezvous.stores import tcp
-from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores import tcp_server
+from elastirun.rendezvous.stores.tcp import connect
 from tests.support.cluster import free_port
 
 
@@ -27,7 +27,7 @@ def rounds(store: WorkerStore, count: int) -> set[int]:
     for i in range(count):
         seen.add(port := store.port)
         store.serve()
-        client = TcpStore("127.0.0.1", port)
+        client = connect("127.0.0.1", port)
         assert client.get([str(i - 1)]) == {} and client.put_if(str(i), None, b"x") == b"x"
         client.close()
     store.end_round()
@@ -73,7 +73,7 @@ def test_a_round_that_ends_while_its_server_comes_up_leaves_none(monkeypatch: py
         gate.wait()
         return server
 
-    monkeypatch.setattr(tcp, "serve", serve)
+    monkeypatch.setattr(tcp_server, "serve", serve)
     store = WorkerStore("127.0.0.1", print)
     store.serve()
     up.wait()

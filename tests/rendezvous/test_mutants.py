@@ -765,22 +765,22 @@ MUTANTS = (
     ),
     mutant(
         "a guard tells those who watch",
-        *("rendezvous/stores/tcp_plain", "if now == value and key.endswith(WATCHED):", "if False:"),
+        *("rendezvous/stores/tcp", "        if key.endswith(WATCHED):\n", "        if False:\n"),
         *("tcp_plain", "who_watches_hears_of_what_it_replaces"),
     ),
     mutant(
         "a guard creates no key",
-        *("rendezvous/stores/tcp_plain", "        if not expected:\n", "        if False:\n"),
+        *("rendezvous/stores/tcp", "if not (expected or key.startswith(self._creates)):", "if False:"),
         *("tcp_plain", "it_creates_no_key"),
     ),
     mutant(
         "a connection without torch finds the rows of a job",
-        *("rendezvous/stores/tcp_plain", "        while wanted:\n", "        if wanted:\n"),
+        *("rendezvous/stores/tcp_wire", "        while wanted:\n", "        if wanted:\n"),
         *("tcp_plain", "it_lists_what_torchs_clients_have_written"),
     ),
     mutant(
         "requests for long keys fit into the buffers of a connection",
-        *("rendezvous/stores/tcp_plain", "never)) <= AT_ONCE:", "never)) <= AT_ONCE * 128:"),
+        *("rendezvous/stores/tcp_wire", "never)) <= AT_ONCE:", "never)) <= AT_ONCE * 128:"),
         *("tcp_plain", "requests_for_long_keys_fit_into_the_buffers_of_a_connection"),
     ),
     # Pushes and polls.
@@ -796,7 +796,7 @@ MUTANTS = (
     ),
     mutant(
         "many keys are read at once",
-        *("rendezvous/stores/tcp_plain", "never)) <= AT_ONCE:", "never)) <= AT_ONCE // 128:"),
+        *("rendezvous/stores/tcp_wire", "never)) <= AT_ONCE:", "never)) <= AT_ONCE // 128:"),
         *("stores", "many_keys_are_not_read_one_by_one"),
     ),
     mutant(
@@ -816,32 +816,32 @@ MUTANTS = (
     ),
     mutant(
         "a watch that gets no answer can be ended",
-        *("rendezvous/stores/tcp_watch", "self._socket.shutdown(socket.SHUT_RDWR)", "pass"),
+        *("rendezvous/stores/tcp", "self._connection.interrupt()", "pass"),
         *("tcp_watch", "one_that_is_accepted_and_never_answered_ends_at_once"),
     ),
     mutant(
         "a mark without a change is no news, and no reason to spin",
-        *("rendezvous/stores/tcp_watch", "            elif marked:\n", "            elif False:\n"),
+        *("rendezvous/stores/tcp", "            elif marked:\n", "            elif False:\n"),
         *("tcp_watch", "marks_that_a_stranger_makes_cost_no_more_than_the_push"),
     ),
     mutant(
         "a watch reads the value again now and then",
-        *("rendezvous/stores/tcp_watch", "connection.settimeout(RECHECK)", "connection.settimeout(None)"),
+        *("rendezvous/stores/tcp", "mark(self._key, value), RECHECK)", "mark(self._key, value), 1e6)"),
         *("tcp_watch", "a_change_whose_writer_died_before_it_made_the_mark_is_noticed_when_the_value_is_read_again"),
     ),
     mutant(
         "a record that changes without pause does not keep the agents busy",
-        *("rendezvous/stores/tcp_watch", "        if len(self._told) == BURST:\n", "        if False:\n"),
+        *("rendezvous/stores/tcp", "        if len(self._told) == BURST:\n", "        if False:\n"),
         *("tcp_watch", "a_record_that_changes_without_pause_is_told_of_a_few_times_a_second_and_the_last_change_is_not_missed"),
     ),
     mutant(
         "the index does not grow with the rounds",
-        *("rendezvous/stores/tcp", "if key not in self._indexed and is_listed(key):", "if key not in self._indexed:"),
+        *("rendezvous/stores/tcp", "key not in self._indexed and is_listed(key):", "key not in self._indexed:"),
         *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
     ),
     mutant(
         "the loss of the store is told at once",
-        *("rendezvous/stores/tcp_watch", "            if not self._closed.is_set():\n                self._tell()\n", ""),
+        *("rendezvous/stores/tcp", "            if not self._closed.is_set():\n                self._tell()\n", ""),
         *("tcp_watch", "a_lost_connection_is_told_of_once_and_a_change_meanwhile_later"),
     ),
     mutant(

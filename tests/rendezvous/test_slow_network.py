@@ -68,8 +68,9 @@ def test_an_exchange_waits_as_often_for_an_answer_whatever_the_number_of_nodes(
     with closing(server.connect()) as near, closing(server.connect()) as store:
         for i in range(nodes):
             near.put_if(f"{job}node/{i}", None, b"garbage")
-        send, sent = store._send, list[bytes]()
-        store._send = lambda data: (sent.append(data), send(data))[1]  # type: ignore[method-assign]
+        connection = store._connection
+        send, sent = connection.send, list[bytes]()
+        connection.send = lambda data: (sent.append(data), send(data))[1]  # type: ignore[method-assign]
         protocol.carry_out(store, Sync(put=Put(None, ROW), rows=rows), 0.0)
     answered = [data for data in sent if data.startswith(tcp_wire.compare_set("", b"", b"")[:1])]
     assert len(answered) == trips, [data[:60] for data in sent]

@@ -19,7 +19,7 @@ from elastirun.errors import StoreError, StoreRefused
 from elastirun.rendezvous import store_thread
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.tcp import connect
 from elastirun.rendezvous.wire import exchanges
 from elastirun.rendezvous.wire.actions import Change, Put, Sync
 from elastirun.rendezvous.wire.codec import Codec, clip
@@ -406,7 +406,7 @@ def test_an_exchange_during_which_the_machine_was_suspended_is_given_up(made: li
 
 HOST = """
 import socket, sys
-from elastirun.rendezvous.stores.tcp import serve
+from elastirun.rendezvous.stores.tcp_server import serve
 listening = socket.socket()
 listening.bind(("127.0.0.1", 0))
 listening.listen(64)
@@ -423,7 +423,7 @@ def test_while_a_store_stands_still_exchanges_fail_in_time_and_afterwards_they_g
         try:
             assert host.stdout
             port = int(host.stdout.readline())
-            thread = new_thread(made, lambda: TcpStore("127.0.0.1", port))
+            thread = new_thread(made, lambda: connect("127.0.0.1", port))
             first = ask(thread, Sync(Put(None, row("me")), rows=()))
             assert isinstance(first, Synced) and first.row == row("me")
             thread._time_limit = thread._connect_limit = 1.0

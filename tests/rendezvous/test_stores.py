@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 import pytest
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores import tcp, tcp_server
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.stores.tcp import TcpStore, connector, serve, tcp_store_class
+from elastirun.rendezvous.stores.tcp import TcpStore, connect
+from elastirun.rendezvous.stores.tcp_server import connector, serve, tcp_store_class
+from elastirun.rendezvous.stores.tcp_wire import Connection
 from tests.support.etcd_server import Etcd, etcd
 from tests.support.listener import Listener, count_up
 from tests.support.relay import something_else
@@ -46,7 +48,7 @@ class Server:
     served: Any
 
     def connect(self) -> TcpStore:
-        return TcpStore(self.address, self.port)
+        return connect(self.address, self.port)
 
     def foul(self, operation: str, *key_and_values: object) -> Any:
         """Call ``set``, ``append``, ``delete_key`` ... as a hostile client would, and wait until the call has arrived."""
@@ -310,7 +312,7 @@ def test_without_a_server_every_operation_is_a_store_error() -> None:
 def test_what_is_not_a_store_is_a_store_error(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "HANG_LIMIT", 0.2)
     with something_else(reply) as where, pytest.raises(StoreError):
-        store = TcpStore(*where)
+        store = connect(*where)
         store.get(["a/b"])  # the first answer may still have looked like one
         store.get(["a/b"])
 
@@ -326,11 +328,11 @@ def test_where_torchs_newer_server_takes_no_bound_socket_the_older_one_serves(mo
         os.close(master_listen_fd)
         raise RuntimeError("no memory is left")
 
-    monkeypatch.setattr(tcp, "tcp_store_class", lambda: of_torch_2_6)
-    assert tcp.serve(socket.create_server(("127.0.0.1", 0))) == "served"
-    monkeypatch.setattr(tcp, "tcp_store_class", lambda: of_any)
+    monkeypatch.setattr(tcp_server, "tcp_store_class", lambda: of_torch_2_6)
+    assert tcp_server.serve(socket.create_server(("127.0.0.1", 0))) == "served"
+    monkeypatch.setattr(tcp_server, "tcp_store_class", lambda: of_any)
     with pytest.raises(RuntimeError, match="no memory"):
-        tcp.serve(socket.create_server(("127.0.0.1", 0)))
+        tcp_server.serve(socket.create_server(("127.0.0.1", 0)))
 
 
 def test_a_store_too_large_a_value_is_refused_not_swallowed(server: Server) -> None:
@@ -360,8 +362,8 @@ def test_many_keys_are_not_read_one_by_one(server: Server, monkeypatch: pytest.M
     for key, value in there.items():
         writer.put_if(key, None, value)
     sent: list[bytes] = []
-    send = tcp.TcpStore._send
-    monkeypatch.setattr(tcp.TcpStore, "_send", lambda self, data: (sent.append(data), send(self, data)))
+    send = Connection.send
+    monkeypatch.setattr(Connection, "send", lambda self, data: (sent.append(data), send(self, data)))
     assert reader.get(f"job/vote/{i}" for i in range(200)) == there
     assert len(sent) == 1, "what belongs together travels in one request"
     late = {"job/vote/1": b"late"}
@@ -453,6 +455,21 @@ def test_a_key_that_was_deleted_does_not_block(server: Server) -> None:
     assert len(store.get(["gone/a", "gone/b"])) == 2
     server.foul("delete_key", "gone/a")
     assert store.get(["gone/a", "gone/b"]) == store.under("gone/") == {"gone/b": b"1"}
+
+
+def test_what_is_not_kept_is_deleted_whoever_wrote_it(server: Server) -> None:
+    if not hasattr(server.served, "list_keys"):
+        pytest.skip("the server of an old torch, which lists no keys")
+    store = server.connect()
+    store.put_if("kept/a", None, b"1")
+    kept = server.foul("num_keys")
+    for key in ("of a worker", "kep", "elsewhere/kept/a", "é"):
+        server.foul("set", key, "x")
+    assert store.clear("", 60.0) and server.foul("num_keys") == kept + 4, "every key begins so"
+    assert store.clear("k", 0.0) is False, "there is no time left"
+    everything = {key.split("/")[0] for key in server.foul("list_keys")} - {"of a worker", "elsewhere", "é", "kep"}
+    assert store.clear("kept/", 60.0) and store.get(["kept/a"]) == {"kept/a": b"1"}
+    assert everything and {key for key in server.foul("list_keys") if not key.startswith("kept/")} == set()
 
 
 # -- TCPStore: who serves --------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import pytest
 
 from elastirun import clock
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores import tcp_plain, tcp_wire
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.stores import tcp, tcp_wire
+from elastirun.rendezvous.stores.tcp import TcpStore
 from tests.rendezvous.test_stores import Server, new_server
 from tests.support.listener import Listener
 from tests.support.relay import something_else
@@ -29,8 +29,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def plain(server: Server) -> Iterator[PlainTcpStore]:
-    made = PlainTcpStore(server.address, server.port)
+def plain(server: Server) -> Iterator[TcpStore]:
+    made = TcpStore(server.address, server.port)
     yield made
     made.close()
 
@@ -40,7 +40,7 @@ def key() -> str:
     return f"elastirun/{os.urandom(4).hex()}/round"
 
 
-def test_it_reads_what_exists_and_replaces_what_it_expects(server: Server, plain: PlainTcpStore, key: str) -> None:
+def test_it_reads_what_exists_and_replaces_what_it_expects(server: Server, plain: TcpStore, key: str) -> None:
     store = server.connect()
     assert store.put_if(key, None, b"one") == b"one"
     assert plain.get([key, key + "x"]) == {key: b"one"}
@@ -50,7 +50,7 @@ def test_it_reads_what_exists_and_replaces_what_it_expects(server: Server, plain
     assert plain.put_if(key, b"two", big) == big and store.get([key]) == {key: big}
 
 
-def test_it_lists_what_torchs_clients_have_written(server: Server, plain: PlainTcpStore, key: str) -> None:
+def test_it_lists_what_torchs_clients_have_written(server: Server, plain: TcpStore, key: str) -> None:
     store, folder = server.connect(), key.removesuffix("round") + "node/"
     written = {f"{folder}{number}": os.urandom(1 + 100 * (number % 50)) for number in range(800)}
     for name, value in written.items():
@@ -61,29 +61,30 @@ def test_it_lists_what_torchs_clients_have_written(server: Server, plain: PlainT
     assert plain.under(folder).keys() == written.keys() - {f"{folder}1"} and plain.under(folder + "none/") == {}
 
 
-def test_requests_for_long_keys_fit_into_the_buffers_of_a_connection(plain: PlainTcpStore, key: str) -> None:
+def test_requests_for_long_keys_fit_into_the_buffers_of_a_connection(plain: TcpStore, key: str) -> None:
     """Else the old server of torch 2.6, which reads nothing while it writes an answer, and this client would wait for each other."""
-    send, sizes = plain._send, list[int]()
-    plain._send = lambda data: (sizes.append(len(data)), send(data))[1]  # type: ignore[method-assign]
+    connection, sizes = plain._connection, list[int]()
+    send = connection.send
+    connection.send = lambda data: (sizes.append(len(data)), send(data))[1]  # type: ignore[method-assign]
     assert plain.get([f"{key}{k}".ljust(4000, "k") for k in range(100)]) == {}
-    assert max(sizes) <= tcp_plain.AT_ONCE and len(sizes) < 20
+    assert max(sizes) <= tcp_wire.AT_ONCE and len(sizes) < 20
 
 
-def test_it_creates_no_key(server: Server, plain: PlainTcpStore, key: str) -> None:
+def test_it_creates_no_key(server: Server, plain: TcpStore, key: str) -> None:
     for expected in (None, b"", b"one"):
         assert plain.put_if(key, expected, b"two") is None
     assert server.connect().get([key]) == {}
 
 
 def test_it_creates_the_keys_that_it_may_and_replaces_none(server: Server, key: str) -> None:
-    with closing(PlainTcpStore(server.address, server.port, creates=(key + "/a", key + "/b"))) as plain:
+    with closing(TcpStore(server.address, server.port, creates=(key + "/a", key + "/b"))) as plain:
         assert plain.put_if(key + "/a1", None, b"one") == b"one" and plain.put_if(key + "/c", None, b"one") is None
         assert plain.put_if(key + "/a1", None, b"two") == b"one", "it exists"
         assert plain.put_if(key + "/a2", b"one", b"two") is None, "another value is expected there"
         assert server.connect().get([key + "/a1", key + "/a2", key + "/c"]) == {key + "/a1": b"one"}
 
 
-def test_who_watches_hears_of_what_it_replaces(server: Server, plain: PlainTcpStore, key: str) -> None:
+def test_who_watches_hears_of_what_it_replaces(server: Server, plain: TcpStore, key: str) -> None:
     store = server.connect()
     store.put_if(key, None, b"one")
     listener = Listener(server.connect(), key)
@@ -93,32 +94,33 @@ def test_who_watches_hears_of_what_it_replaces(server: Server, plain: PlainTcpSt
 
 
 def test_what_is_no_tcpstore_or_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_plain, "ANSWER_LIMIT", 0.3)
+    monkeypatch.setattr(tcp, "ANSWER_LIMIT", 0.3)
     with something_else(b"SSH-2.0-OpenSSH_9.2\r\n") as where, pytest.raises(StoreError, match="no TCPStore"):
-        PlainTcpStore(*where)
+        TcpStore(*where)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         with pytest.raises(StoreError, match="no answer"):
-            PlainTcpStore(*mute.getsockname())
+            TcpStore(*mute.getsockname())
         port = mute.getsockname()[1]
     with pytest.raises(StoreError, match="cannot connect"):
-        PlainTcpStore("127.0.0.1", port)
+        TcpStore("127.0.0.1", port)
 
 
 def test_a_peer_that_answers_byte_by_byte_has_no_more_time() -> None:
     with dripping() as where:
         began = time.monotonic()
         with pytest.raises(StoreError, match="no answer"):
-            PlainTcpStore(*where, limit=0.5)
+            TcpStore(*where, limit=0.5)
         assert time.monotonic() - began < 5.0
 
 
 def test_large_answers_have_more_time_but_not_without_end(server: Server, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_wire, "LARGEST", 50_000)
     server.connect().put_if(key, None, b"x" * 20_000)
-    with closing(PlainTcpStore(server.address, server.port, limit=30.0)) as store:
-        store._send(3 * tcp_wire.compare_set(key, b"?", b"?"))
-        began = store._until
-        more = [(store._value(), round((store._until - began) * tcp_wire.SLOWEST))[1] for _ in range(3)]
+    with closing(TcpStore(server.address, server.port, limit=30.0)) as store:
+        connection = store._connection
+        connection.send(3 * tcp_wire.compare_set(key, b"?", b"?"))
+        began = connection._until
+        more = [(connection.value(), round((connection._until - began) * tcp_wire.SLOWEST))[1] for _ in range(3)]
     assert more == [20_000, 40_000, 50_000]
 
 
@@ -157,9 +159,9 @@ def dripping() -> Iterator[tuple[str, int]]:
 def test_an_answer_that_makes_no_sense_is_an_error(answer: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        store = PlainTcpStore.__new__(PlainTcpStore)
-        store._socket, store._limit = ours, 5.0
+        connection = tcp_wire.Connection.__new__(tcp_wire.Connection)
+        connection._socket, connection.limit = ours, 5.0
         theirs.sendall(answer)
         theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises(StoreError):
-            store.get(["a"])
+        with pytest.raises((ConnectionError, ValueError)):
+            connection.get(["a"])

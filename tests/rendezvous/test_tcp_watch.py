@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.rendezvous.stores import tcp, tcp_watch, tcp_wire
-from elastirun.rendezvous.stores.tcp import KEPT_MARKS, TcpStore
-from elastirun.rendezvous.stores.tcp_watch import TcpWatch, mark
+from elastirun.rendezvous.stores import tcp, tcp_wire
+from elastirun.rendezvous.stores.tcp import KEPT_MARKS, TcpStore, _Watch, mark
 from tests.rendezvous.test_stores import Server, new_server
 from tests.support.cluster import PATIENCE
 from tests.support.descriptors import descriptors
@@ -38,9 +37,9 @@ def key() -> str:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide the times of the product, so that no test waits for them."""
-    monkeypatch.setattr(tcp_watch, "RECHECK", 0.2)
-    monkeypatch.setattr(tcp_watch, "ANSWER_LIMIT", 1.0)
-    monkeypatch.setattr(tcp_watch, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(tcp, "RECHECK", 0.2)
+    monkeypatch.setattr(tcp, "WATCH_LIMIT", 1.0)
+    monkeypatch.setattr(tcp, "LONGEST_PAUSE", 0.2)
 
 
 def watches() -> list[threading.Thread]:
@@ -128,12 +127,12 @@ def test_a_change_is_heard_of_at_once(server: Server, key: str) -> None:
 def test_a_lost_connection_is_told_of_once_and_a_change_meanwhile_later(server: Server, key: str) -> None:
     with Relay(f"{server.address}:{server.port}") as relay:
         calls = threading.Semaphore(0)
-        watch = TcpWatch("127.0.0.1", int(relay.endpoint.rpartition(":")[2]), key, calls.release)
+        watch = _Watch(("127.0.0.1", int(relay.endpoint.rpartition(":")[2])), key, calls.release)
         assert calls.acquire(timeout=PATIENCE)
         writer = server.connect()
         for _ in range(3):
-            assert watch._socket is not None
-            watch._socket.shutdown(socket.SHUT_RDWR)
+            assert watch._connection is not None
+            watch._connection.interrupt()
             assert calls.acquire(timeout=PATIENCE)
             count_up(writer, key)
             assert calls.acquire(timeout=PATIENCE)
@@ -146,7 +145,7 @@ def test_a_connection_that_fell_silent_is_left(server: Server, key: str) -> None
     """As behind a firewall that drops the packets of a connection that was idle for long."""
     with Relay(f"{server.address}:{server.port}") as relay:
         calls = threading.Semaphore(0)
-        watch = TcpWatch("127.0.0.1", int(relay.endpoint.rpartition(":")[2]), key, calls.release)
+        watch = _Watch(("127.0.0.1", int(relay.endpoint.rpartition(":")[2])), key, calls.release)
         assert calls.acquire(timeout=PATIENCE)
         relay.silence()
         count_up(server.connect(), key)
@@ -169,8 +168,8 @@ def test_marks_that_a_stranger_makes_cost_no_more_than_the_push(server: Server, 
     writer, reads = server.connect(), []
     count_up(writer, key)
     server.foul("set", mark(key, b"1"), "x")
-    read = TcpWatch._read
-    monkeypatch.setattr(TcpWatch, "_read", lambda self, connection: reads.append(0) or read(self, connection))
+    wait = tcp_wire.Connection.wait
+    monkeypatch.setattr(tcp_wire.Connection, "wait", lambda *those: reads.append(0) or wait(*those))
     listener = Listener(server.connect(), key)
     threading.Event().wait(1.0)
     assert 2 <= len(reads) <= 20
@@ -187,7 +186,7 @@ def test_marks_that_a_stranger_makes_cost_no_more_than_the_push(server: Server, 
 def test_what_is_not_a_store_hurts_nobody(reply: bytes, key: str) -> None:
     called: list[None] = []
     with something_else(reply) as where:
-        watch = TcpWatch(*where, key, lambda: called.append(None))
+        watch = _Watch(where, key, lambda: called.append(None))
         threading.Event().wait(0.5)
         mine = watches()
         watch.close()
@@ -197,7 +196,7 @@ def test_what_is_not_a_store_hurts_nobody(reply: bytes, key: str) -> None:
 def test_a_length_without_end_is_not_waited_for(server: Server, key: str) -> None:
     """A stranger that knows how a store begins."""
     with Mute() as mute:
-        watch = TcpWatch(*mute.where, key, lambda: pytest.fail("nothing was read"))
+        watch = _Watch(mute.where, key, lambda: pytest.fail("nothing was read"))
         assert mute.came.acquire(timeout=PATIENCE)
         asked = mute.accepted[0].recv(64)
         mute.accepted[0].sendall(asked[-4:] + b"\xff" * 8)
@@ -209,12 +208,12 @@ def test_a_length_without_end_is_not_waited_for(server: Server, key: str) -> Non
 def test_one_that_is_accepted_and_never_answered_ends_at_once(key: str) -> None:
     with Mute() as mute:
         began, running = time.monotonic(), watches()
-        watch = TcpWatch(*mute.where, key, lambda: pytest.fail("nothing was read"))
+        watch = _Watch(mute.where, key, lambda: pytest.fail("nothing was read"))
         mine = [thread for thread in watches() if thread not in running]
         assert mute.came.acquire(timeout=PATIENCE)
         assert mute.accepted[0].recv(5) == tcp_wire.HELLO
         watch.close()
-        assert ended(mine) and time.monotonic() - began < 0.9 * tcp_watch.ANSWER_LIMIT
+        assert ended(mine) and time.monotonic() - began < 0.9 * tcp.WATCH_LIMIT
 
 
 def test_a_store_works_as_before_while_its_watch_is_refused_hangs_or_cannot_have_a_thread(
@@ -260,12 +259,12 @@ def test_an_idle_watch_sleeps(server: Server, key: str) -> None:
 def test_a_record_that_changes_without_pause_is_told_of_a_few_times_a_second_and_the_last_change_is_not_missed(
     server: Server, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_watch, "BURST_TIME", 0.5)
-    monkeypatch.setattr(tcp_watch, "BURST", 2)  # few, so that they take much less time than that
+    monkeypatch.setattr(tcp, "BURST_TIME", 0.5)
+    monkeypatch.setattr(tcp, "BURST", 2)  # few, so that they take much less time than that
     monkeypatch.setattr(tcp, "KEPT_MARKS", 1 << 20)  # the watch shares this interpreter with the writer, and is slow
     writer, began = server.connect(), time.monotonic()
     listener = Listener(server.connect(), key)
-    while listener.calls < 3 * tcp_watch.BURST:
+    while listener.calls < 3 * tcp.BURST:
         assert time.monotonic() < began + PATIENCE
         last = count_up(writer, key)
     assert time.monotonic() >= began + 0.95, "all but the first calls wait"

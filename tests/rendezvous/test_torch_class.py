@@ -10,11 +10,11 @@ import pytest
 
 ROUND_TRIP = """
 import socket, sys
-from elastirun.rendezvous.stores import tcp, torch_class
+from elastirun.rendezvous.stores import tcp, tcp_server, torch_class
 {before}
 listening = socket.create_server(("127.0.0.1", 0))
-server = tcp.serve(listening)
-store = tcp.TcpStore("127.0.0.1", server.port, hosting=True)
+server = tcp_server.serve(listening)
+store = tcp.connect("127.0.0.1", server.port)
 assert store.put_if("job/a/x", None, b"1") == b"1" and store.put_if("job/a/x", b"2", b"3") == b"1"
 assert store.get(["job/a/x", "job/a/y"]) == {{"job/a/x": b"1"}} == store.under("job/a/")
 print("torch.nn" in sys.modules)

@@ -15,7 +15,7 @@ from elastirun.agent.failures.tracker import SIGNAL_HOLD, VICTIM_HOLD, FailureTr
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.part import WorkerExit
 from elastirun.agent.store import shared_store
-from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.tcp import connect
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import ExitRecord, NodeRow, Status
 from tests.support.cluster import Cluster
@@ -59,7 +59,7 @@ def test_a_node_that_leaves_reports_no_failure(nodes: Cluster) -> None:
     (drained,) = (worker for worker in workers if f"here rank {worker.rank} " in nodes.out(2))
     signal_both(drained.pid, agent.pid)
     assert nodes.ends(agent) == 143
-    store = TcpStore("127.0.0.1", nodes.port)
+    store = connect("127.0.0.1", nodes.port)
     rows = [Codec().decode(key, data, NodeRow) for key, data in store.under(f"{shared_store.prefix('test')}node/").items()]
     assert [row.failures for row in rows if row.status is Status.LEFT] == [()]
     (worker,) = nodes.round(1, after=1)

@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 from elastirun.errors import BadRecord
-from elastirun.rendezvous.stores.tcp import TcpStore, tcp_store_class
+from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.torch_class import tcp_store_class
 from elastirun.rendezvous.wire.actions import Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict

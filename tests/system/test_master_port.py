@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.tcp import TcpStore, connect
 from tests.support.cluster import Cluster, Worker, free_port
 from tests.system.test_endings import with_change
 
@@ -29,7 +29,7 @@ def start(nodes: Cluster, i: int, count: int, *options: str, change: str = "") -
 
 
 def store_of(worker: Worker) -> TcpStore:
-    return TcpStore(worker.env["MASTER_ADDR"], int(worker.env["MASTER_PORT"]))
+    return connect(worker.env["MASTER_ADDR"], int(worker.env["MASTER_PORT"]))
 
 
 @dataclass
