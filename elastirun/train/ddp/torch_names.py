@@ -91,7 +91,6 @@ def torch_attributes(
 class TorchNames(Original):
     """The attributes and methods of torch's class, beside those that ``DistributedDataParallel`` defines itself."""
 
-    _reducer: Reducer
     _options: Options
     set_group: Callable[..., None]
     _prepare: Callable[[], bool]
@@ -106,6 +105,10 @@ class TorchNames(Original):
     broadcast_bucket_size = 250 * MIB
     use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
     _use_python_reducer, _lazy_init_ran, _ddp_sink_clone = False, True, True
+
+    @property
+    def _reducer(self) -> Reducer:
+        raise NotImplementedError  # the subclass has it
 
     # -- whether and when gradients are reduced -------------------------------------------------------------------------
 
