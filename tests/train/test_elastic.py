@@ -38,6 +38,7 @@ from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups, rank_prefix
 from elastirun.train.groups.connections import _sockets, live_sockets
 from elastirun.train.live.live_round import LiveRound
+from elastirun.train.live.phases import Phase
 from elastirun.train.live.state_copy import StateKept, copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange
@@ -469,7 +470,7 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
     training = object.__new__(elastic.Elastic)
 
     def enter(connection: Any) -> None:
-        training._checkpoints, training._whole = checkpoints("second", lambda limit: None), whole
+        training._checkpoints, training._phase = checkpoints("second", lambda limit: None), Phase.TRAINING if whole else Phase.JOINING
 
     training.state, training._live = SimpleNamespace(step=7), SimpleNamespace()  # type: ignore[assignment]
     training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
@@ -809,6 +810,7 @@ def settling(rank: int, histories: list[tuple[int, ...]]) -> elastic.Elastic:
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._loader = state, model, state["data"]
     training._make_checkpoints, training._checkpoints, training._on_change = None, None, lambda rank, world: None
+    training._live = None
     training._before = StepSnapshot(state, state["data"])
     training._round, (training._settled, state.step, *tried) = 9, histories[rank]
     training._tried = sum(tried)
@@ -911,7 +913,7 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     def lose() -> None:
         """Lose a peer in the first attempt; be late in the next round."""
         if not published:
-            training._late = StateKept(training.state, ())
+            training._late, training._phase = StateKept(training.state, ()), Phase.LATE
         published.append(training._saves)
 
     def attempted(connection: Any, step: Any) -> bool:
@@ -921,7 +923,7 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     training._attempted, training._enter = attempted, lambda connection: None  # type: ignore[method-assign]
     training._publish = lose  # type: ignore[method-assign]
     training.save()
-    assert published == [True] and training._late and done[2:] == ["restores", "enters, saves: True"]
+    assert published == [True] and training._phase is Phase.LATE and done[2:] == ["restores", "enters, saves: True"]
     training.save()
     assert published == [True, True] and (training._late, training._saves, training._saves_done) == (None, False, 2)
     live_sockets.forget()
