@@ -33,6 +33,7 @@ from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import abort_groups, end_beside, init_default_group, leave_groups
 from elastirun.train.groups.rank_prefix import one_prefix
 from elastirun.train.live.live_round import LiveRound
+from elastirun.train.live.phases import Phase
 from elastirun.train.live.state_copy import StateKept, copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange, connecting
@@ -122,8 +123,7 @@ class Elastic:
     """
 
     _worlds = 0  # that this rank has begun, or begun to join
-    _whole = True  # this rank has the state of the others
-    _rehearses = False  # the step under way is a rehearsal
+    _phase = Phase.FIXED
     _saves = False  # this rank is in ``save``
     _saves_done = 0  # calls of ``save`` since the last epoch ended
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
@@ -135,8 +135,8 @@ class Elastic:
     # not). What follows is due when the script comes back. None: it has not left the loop since the last batch.
     _left: int | None = None
     _save_failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
-    # A late rank's copy of what the script may change until this rank has caught up; None: it is not late. The others of a late rank are in
-    # the next epoch, or have left ``save``, and wait for it.
+    # A late rank's copy of what the script may change until this rank has caught up. The others of a late rank are in the next epoch, or
+    # have left ``save``, and wait for it.
     _late: StateKept | None = None
 
     def __init__(
@@ -161,7 +161,7 @@ class Elastic:
         _check(self._model)
         if self._connection is not None:
             self._switch.drop_failed_steps()
-            self._connection.cut = self._interrupt
+            self._connection.cut, self._phase = self._interrupt, Phase.LEFT
             self._enter(self._connection)
         elif LAUNCHED in os.environ:
             self._make_world(None)
@@ -180,7 +180,12 @@ class Elastic:
     @property
     def counts(self) -> bool:
         """Return whether the step under way counts: not if its reduction failed, nor while this worker has no state."""
-        return self._whole and not self._rehearses and not self._is_dropped
+        return self._trains and not self._is_dropped
+
+    @property
+    def _trains(self) -> bool:
+        """Return whether this rank's samples count: not in a rehearsal, nor while the worker has no state."""
+        return self._phase not in (Phase.REHEARSING, Phase.JOINING)
 
     @property
     def _is_dropped(self) -> bool:
@@ -216,9 +221,10 @@ class Elastic:
         epoch = self._loader.epoch
         while self._loader.epoch == epoch:
             for batch in data:
-                self._switch.count_samples(self._whole)
+                has_weight = self._phase is not Phase.JOINING
+                self._switch.count_samples(has_weight)
                 if batch is not None:
-                    self._model.set_samples(self._loader.samples if self._whole else 0)
+                    self._model.set_samples(self._loader.samples if has_weight else 0)
                 self._completed, self._open = self._switch.completed, (token := object())
                 try:
                     yield batch
@@ -229,9 +235,9 @@ class Elastic:
                     what = "run.save() or another loop came within the loop over the batches"
                     raise TrainError(f"{what}: leave that loop first")
                 self._open = None
-                trains = self._whole and not self._rehearses
+                trained = self._trains
                 if not self._end_step():
-                    if not (trains and self._whole):
+                    if not trained or self._phase is Phase.JOINING:
                         epoch = self._loader.epoch  # a new worker is in that of the others now
                     break
 
@@ -264,7 +270,7 @@ class Elastic:
         counts = self._switch.completed > self._completed
         if counts:
             self._left = self._worlds
-        if counts and not self._rehearses:
+        if counts and self._phase is not Phase.REHEARSING:
             self.state.step += 1
             self._before.take()
             self._before.restore()  # after an epoch's last batch: the next one begins, as where the loop ends
@@ -283,11 +289,11 @@ class Elastic:
         dropped = self._is_dropped
         if not dropped:
             self._verify_step()
-        if self._rehearses or self._model.failed:  # other parts may not be what they are on the other ranks
+        if self._phase is Phase.REHEARSING or self._model.failed:  # other parts may not be what they are on the other ranks
             self._tried += bool(self._before.others)
-        if dropped and self._whole and (changed := self._before.changed):
+        if dropped and self._phase is not Phase.JOINING and (changed := self._before.changed):
             log.warning(CHANGED, ", ".join(changed), self.state.step + 1)
-        if dropped or self._rehearses:
+        if dropped or self._phase is Phase.REHEARSING:
             self._before.restore()
         else:
             self.state.step += 1
@@ -321,19 +327,19 @@ class Elastic:
         """
         if self._live is not None and not dropped and LEFT in self._model.agreement.requests:
             raise TrainError(ONE_HAS_LEFT)
-        if not dropped and not self._rehearses:
+        if not dropped and self._phase is not Phase.REHEARSING:
             self._save()
         connection = self._connection
-        if self._rehearses:
+        if self._phase is Phase.REHEARSING:
             assert connection is not None
             self._end_rehearsal(connection)
             return False
         if connection is None or self._live is None:
             return True
         number, ends = self._worlds, self._model.failed or connection.asked
-        if self._model.failed and not self._whole:
+        if self._model.failed and self._phase is Phase.JOINING:
             self._live.end_if_over(OVER)
-        if ends and self._whole and not dropped and self._steps_left == 0 and self._live.size > 1:
+        if ends and self._phase is not Phase.JOINING and not dropped and self._steps_left == 0 and self._live.size > 1:
             return True  # the others do what comes between two epochs already, in this world: this rank must not do it alone in the next
         if ends:
             self._leave(connection)
@@ -396,7 +402,7 @@ class Elastic:
         try:
             self._end_loop(self._open)
             settle()
-            if self._late is not None:
+            if self._phase is Phase.LATE:
                 self._catch_up()
                 self._must_be_whole()
             else:
@@ -411,12 +417,12 @@ class Elastic:
         Raises TrainError if not: where a script counts batches or epochs by itself, a rank that came later may
         still be in the loop, and the two would wait for each other.
         """
-        left, self._left, number, was_whole = self._left, None, self._round, self._whole
+        left, self._left, number, trained = self._left, None, self._round, self._trains
         if self._live is None:
             return
         if left == self._worlds:
             self._follow_up(dropped=False)
-            if was_whole:
+            if trained:
                 self._must_be_whole()
         if self._round != number or self._model.failed:
             return  # where a peer is lost, others may be in ``save`` already
@@ -434,13 +440,13 @@ class Elastic:
         if connection is None or self._live is None:
             self._publish()
             return
-        while self._late is None and not self._attempted(connection, self._publish):
+        while self._phase is not Phase.LATE and not self._attempted(connection, self._publish):
             self._enter(connection)
             self._must_be_whole()
 
     def _must_be_whole(self) -> None:
         """Raise TrainError if this worker, which was cut off for long, would leave the script with a part of the others' state."""
-        if not self._whole:
+        if self._phase is Phase.JOINING:
             raise TrainError("other workers have gone on without this one, so its last step is not saved; it has to begin anew")
 
     def _publish(self) -> None:
@@ -469,6 +475,7 @@ class Elastic:
 
     def _leave(self, connection: LiveConnection) -> None:
         """Take no part in the round any more, and promise that. Its checkpoints end before: nothing of it may be published later."""
+        self._phase = Phase.LEFT
         self._close_checkpoints()
         if self._change is not None:
             self._change.abandon()
@@ -521,7 +528,7 @@ class Elastic:
 
     def _is_asked(self, connection: LiveConnection, error: Exception) -> bool:
         """Return whether the agent asks this worker to leave its round, so that ``error`` comes from a lost peer."""
-        if self._live is not None and not self._whole:
+        if self._live is not None and self._phase is Phase.JOINING:
             self._live.end_if_over(OVER)
         return connection.wait_until_asked(PATIENCE, self.state.step, f"{type(error).__name__}: {error}")
 
@@ -530,6 +537,7 @@ class Elastic:
 
         One with an older state has trained before. It keeps that state until it joins: it may be the newest one that is left by then.
         """
+        self._phase = Phase.MEETING
         live_sockets.begin()
         self._live = live = LiveRound(self._round, lambda: connection.asked)
         first = live.find_first()
@@ -552,7 +560,7 @@ class Elastic:
         connection.leave(0, 0)
         self._be_alone()
         self._loader.set_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        self._rehearsal, self._rehearses = Rehearsal(self.state, self._model, self._loader), True
+        self._rehearsal, self._phase = Rehearsal(self.state, self._model, self._loader), Phase.REHEARSING
 
     def _be_alone(self) -> None:
         """Have a world of this rank alone, if it has left a round before it had the state of the others."""
@@ -564,14 +572,14 @@ class Elastic:
         """Forget what the rehearsal has changed, and take part in the newest round."""
         assert self._rehearsal is not None
         self._rehearsal.undo()
-        self._rehearses = False
+        self._phase = Phase.LEFT
         self._round -= 1
         self._worlds += 1
         self._enter(connection)
 
     def _join(self, live: LiveRound, world: World) -> None:
         """Take part in ``world``, whose other ranks train already. Their state comes with the next steps."""
-        self._whole, self._settled = False, 0  # an older state that this rank may have is overwritten slice by slice
+        self._phase, self._settled = Phase.JOINING, 0  # an older state that this rank may have is overwritten slice by slice
         if self._rehearsal is None:
             self._rehearsal = Rehearsal(self.state, self._model, self._loader)  # to be brought back if nobody has a whole state then
         self._be_alone()
@@ -614,7 +622,7 @@ class Elastic:
         What it changes in the state is not kept: that is the state of the others, who have made that change.
         """
         self._before.take()
-        self._late = StateKept(self.state, self._before.others)
+        self._late, self._phase = StateKept(self.state, self._before.others), Phase.LATE
         self._worlds += 1
         live_sockets.end()  # those of the script, from now on, are not cut
         live_sockets.cut()
@@ -624,10 +632,11 @@ class Elastic:
     def _catch_up(self) -> None:
         """Go on with the others, in the next world, if they wait there for this rank."""
         connection = self._connection
-        if self._late is not None and connection is not None:
+        if self._phase is Phase.LATE:
+            assert connection is not None and self._late is not None
             self._before.restore()
             self._late.put_back(self.state)
-            self._late = None
+            self._late, self._phase = None, Phase.MEETING
             if not self._attempted(connection, self._enter_next):
                 self._enter(connection)
 
@@ -686,7 +695,7 @@ class Elastic:
         self._model.check_replicas(gradually=True)
         self._settled, self._tried = max(self._round, 1), 0
         self._worlds += 1
-        self._whole, self._rehearsal = True, None
+        self._rehearsal, self._phase = None, Phase.FIXED if self._live is None else Phase.TRAINING
         self._before.take()
         self._on_change(dist.get_rank(), dist.get_world_size())
 

@@ -39,6 +39,7 @@ from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups, rank_prefix
 from elastirun.train.groups.connections import _sockets, live_sockets
 from elastirun.train.live.live_round import LiveRound
+from elastirun.train.live.phases import Phase
 from elastirun.train.live.state_copy import StateKept, copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange
@@ -470,7 +471,7 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
     training = object.__new__(elastic.Elastic)
 
     def enter(connection: Any) -> None:
-        training._checkpoints, training._whole = checkpoints("second", lambda limit: None), whole
+        training._checkpoints, training._phase = checkpoints("second", lambda limit: None), Phase.TRAINING if whole else Phase.JOINING
 
     training.state, training._live = SimpleNamespace(step=7), SimpleNamespace()  # type: ignore[assignment]
     training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
@@ -683,7 +684,8 @@ def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: b
     """The others may be in an evaluation already, and wait for this rank there."""
     training = object.__new__(elastic.Elastic)
     said = SimpleNamespace(requests=())
-    training._model = SimpleNamespace(failed=failed, completed=int(not failed), agreement=said)  # type: ignore[assignment]
+    reducer = SimpleNamespace(completed=int(not failed))
+    training._model = SimpleNamespace(failed=failed, _reducer=reducer, agreement=said)  # type: ignore[assignment]
     training._loader, training.state = SimpleNamespace(left=left, consumed=8), SimpleNamespace(step=1)  # type: ignore[assignment]
     training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[], changed=[], verify_groups=lambda: None)  # type: ignore[assignment]
     training._checkpoints, training._live = None, SimpleNamespace(size=2)  # type: ignore[assignment]
@@ -810,6 +812,7 @@ def settling(rank: int, histories: list[tuple[int, ...]]) -> elastic.Elastic:
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._loader = state, model, state["data"]
     training._make_checkpoints, training._checkpoints, training._on_change = None, None, lambda rank, world: None
+    training._live = None
     training._before = StepSnapshot(state, state["data"])
     training._round, (training._settled, state.step, *tried) = 9, histories[rank]
     training._tried = sum(tried)
@@ -883,8 +886,12 @@ def test_who_has_not_come_as_far_in_the_script_as_others_is_late(
 
 def late() -> tuple[elastic.Elastic, list[str]]:
     """Return a rank that is late, and what it does. The next time it enters a world all are there."""
-    training, done = object.__new__(elastic.Elastic), []
-    training._model = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
+    done: list[str] = []
+
+    class Late(elastic.Elastic):
+        _switch = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
+
+    training = object.__new__(Late)
     training._before = SimpleNamespace(take=lambda: done.append("notes"), restore=lambda: done.append("restores"), others=[])  # type: ignore[assignment]
     training.state = SimpleNamespace(update=lambda parts: None)  # type: ignore[assignment]
     live_sockets.begin()
@@ -912,7 +919,7 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     def lose() -> None:
         """Lose a peer in the first attempt; be late in the next round."""
         if not published:
-            training._late = StateKept(training.state, ())
+            training._late, training._phase = StateKept(training.state, ()), Phase.LATE
         published.append(training._saves)
 
     def attempted(connection: Any, step: Any) -> bool:
@@ -922,7 +929,7 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     training._attempted, training._enter = attempted, lambda connection: None  # type: ignore[method-assign]
     training._publish = lose  # type: ignore[method-assign]
     training.save()
-    assert published == [True] and training._late and done[2:] == ["restores", "enters, saves: True"]
+    assert published == [True] and training._phase is Phase.LATE and done[2:] == ["restores", "enters, saves: True"]
     training.save()
     assert published == [True, True] and (training._late, training._saves, training._saves_done) == (None, False, 2)
     live_sockets.forget()

@@ -26,6 +26,7 @@ from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import end_beside, init_default_group, leave_groups
+from elastirun.train.live.phases import Phase
 from elastirun.train.live.state_copy import StateKept
 from elastirun.train.live.step_snapshot import Rehearsal
 from elastirun.train.reduction.control_words import ADMIT
@@ -45,6 +46,7 @@ class Peers:
         self.asked, self.left = False, list[int]()
         self.wait_until_asked = lambda *given: True
         training._connection, training._live = self, SimpleNamespace(size=size, end_if_over=lambda limit: None)  # type: ignore[assignment]
+        training._phase = Phase.TRAINING
         WorldSwitch(training._model).drop_failed_steps()
         training._go_on = lambda live: None  # type: ignore[method-assign]
         training._leave = lambda connection: self.left.append(training.step)  # type: ignore[method-assign]
@@ -102,7 +104,7 @@ def test_a_worker_whose_older_state_does_not_count_stays_in_the_loop(live: Make,
         if at == 1:
             lose_a_peer(training)
         step(training.state, training._model, batch)
-    assert epochs == [0, 0, 2, 2, 2][: len(epochs)] and len(epochs) > 2 and not training._whole
+    assert epochs == [0, 0, 2, 2, 2][: len(epochs)] and len(epochs) > 2 and training._phase is Phase.JOINING
 
 
 def test_a_loader_that_is_replaced_or_has_another_global_batch_is_refused_before_the_next_epoch(live: Make) -> None:
@@ -311,7 +313,7 @@ def test_a_last_save_waits_for_a_step_that_this_rank_has_lost(live: Make) -> Non
 def test_without_an_agent_a_state_is_saved_after_an_interrupted_reduction(live: Make) -> None:
     """By Ctrl-C, for example: there is no other round to go on in."""
     training, _ = live()
-    training._live = training._connection = None
+    training._live, training._connection, training._phase = None, None, Phase.FIXED
     done: list[int] = []
     training._checkpoints = SimpleNamespace(restored=None, save=lambda number, state, now: done.append(number), wait=lambda limit: None)  # type: ignore[assignment]
     lose_a_peer(training)
@@ -413,7 +415,7 @@ def test_a_batch_without_one_reduction_of_its_own_is_an_error(live: Make, script
     """Its step would count with other gradients as soon as a peer is lost; the script learns it before."""
     training, _ = live()
     if by_itself:
-        training._connection = training._live = None
+        training._live, training._connection, training._phase = None, None, Phase.FIXED
     error, steps = SCRIPTS[script]
     with pytest.raises(TrainError, match=error) as found:
         script(training)

@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     mutant(
         "a worker whose older state does not count stays in the loop",
-        *("elastic", "                    if not (trains and self._whole):\n", "                    if not trains:\n"),
+        *("elastic", "if not trained or self._phase is Phase.JOINING:", "if not trained:"),
         *("live_loop", "a_worker_whose_older_state_does_not_count_stays_in_the_loop"),
     ),
     mutant(
@@ -265,7 +265,7 @@ MUTANTS = (
     ),
     mutant(
         "and before the last one",
-        *("elastic", "            settle()\n            if self._late", "            if self._late"),
+        *("elastic", "            settle()\n            if self._phase", "            if self._phase"),
         *("live_loop", "a_backward_that_an_exception_has_interrupted_is_made_before_a_save[last]"),
     ),
     mutant(
@@ -334,12 +334,12 @@ MUTANTS = (
     ),
     mutant(
         "who is late when it saves has nothing to save",
-        *("elastic", "while self._late is None and not self._attempted", "while not self._attempted"),
+        *("elastic", "while self._phase is not Phase.LATE and not self._attempted", "while not self._attempted"),
         *("elastic", "who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time"),
     ),
     mutant(
         "a state that is being overwritten counts as none",
-        *("elastic", "        self._whole, self._settled = False, 0  #", "        self._whole = False  #"),
+        *("elastic", "self._phase, self._settled = Phase.JOINING, 0  #", "self._phase = Phase.JOINING  #"),
         *("elastic", "a_worker_that_is_being_given_the_state_of_the_others_has_none"),
     ),
     of_steps(
