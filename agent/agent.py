@@ -225,7 +225,7 @@ class Agent:
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something must be done although no descriptor is ready; None: there is nothing."""
         now = clock.now()
-        parts = self._logs, self._round_check, self._memory, self._live, self._forks, self._hangs, self._accounting, self._quarantine
+        parts = self._logs, self._round_check, self._memory, self._live, self._hangs, self._accounting, self._quarantine
         ticks = [part.tick(now) for part in parts]
         times = (self._session.due, self._tracker.report_at, self._workers.deadline, *ticks)  # a tick may bring a report
         first = min(moment for moment in times if moment is not None)
