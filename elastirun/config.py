@@ -70,6 +70,15 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Preload:
+    """Modules that a fork server imports for the workers, if there are any."""
+
+    modules: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()  # imported after ``modules``, unless forks cannot share them
+    why: str = ""  # these are preloaded, or none is
+
+
+@dataclass(frozen=True)
 class LogPolicy:
     """Routes of the workers' output, to files and to the console."""
 
@@ -137,7 +146,7 @@ class LaunchConfig(RendezvousConfig):
     token: bytes | None = field(default=None, repr=False)  # the secret that signs every record in the store
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # these stop this node
     forward_signals: tuple[str, ...] = ()  # these are passed on to the workers while training goes on
-    preload: tuple[str, ...] = ()  # modules that a fork server imports for the workers; empty: there is none
+    preload: Preload = field(default_factory=Preload)
     numa_binding: str | None = None
     virtual_local_rank: bool = False
     health: Endpoint | None = None  # where to serve the health port; an empty host: on every interface; None: nowhere

@@ -10,6 +10,7 @@ from typing import TypeVar
 from elastirun.cli import parse
 from elastirun.cli.detect.detected import Detected, Host
 from elastirun.cli.options import BY_DEST, OPTIONS
+from elastirun.config import Command, Preload
 from elastirun.errors import UsageError
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class MachineFacts:
     devices: Callable[[str], int | None]  # number of "gpu", "xpu", "auto" or another kind; None: no such kind; ValueError: unknown
     new_id: Callable[[], str]  # a name that is unique in the world
     host: Callable[[], Host]  # this machine's names; may ask a name server
+    imports: Callable[[Command], Preload]  # what is worth preloading, by the text of the script
 
 
 @dataclass(frozen=True)

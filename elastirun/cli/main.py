@@ -23,6 +23,7 @@ from typing import NoReturn
 from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
+from elastirun.agent.processes.preload import script_imports
 from elastirun.cli import command_line, completion, subcommands
 from elastirun.cli.detect.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
@@ -88,7 +89,8 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
         raise UsageError("the working folder is gone; change to one that exists") from None
     _tell_scheduler_of_signals()
     options = GivenOptions(given, dict(os.environ))
-    config = resolve(options, script, MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4()), this_host))
+    facts = MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4()), this_host, script_imports.of_command)
+    config = resolve(options, script, facts)
     _check_command(config.command, os.environ.get("PYTHON_EXEC"))
     if importlib.util.find_spec("torch") is None:
         raise BadCommand(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")

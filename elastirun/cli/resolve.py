@@ -17,7 +17,7 @@ from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.cli.options import OPTIONS
 from elastirun.cli.rendezvous_options import resolve_rendezvous
-from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, RendezvousConfig, StdMap, Timing
+from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, Preload, RendezvousConfig, StdMap, Timing
 from elastirun.errors import StartError, UsageError
 
 STATIC_JOIN_TIMEOUT = 900.0  # seconds; torchrun's default for its static backend
@@ -70,7 +70,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         logs=logs,
         signals=signals,
         forward_signals=forward_signals,
-        preload=_preload(options, command),
+        preload=_preload(options, command, facts),
         numa_binding=options.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=options.flag("virtual_local_rank"),
         health=_health(options),
@@ -98,17 +98,29 @@ def _command(options: GivenOptions, script: Sequence[str]) -> Command:
     return Command(script[0], tuple(script[1:]), module and not run_path, no_python and not run_path, run_path)
 
 
-def _preload(options: GivenOptions, command: Command) -> tuple[str, ...]:
-    """Return the modules of --preload; none, with a warning, where workers cannot be forks of a Python with the same settings."""
-    modules = options.read("preload", parse.modules)
+def _preload(options: GivenOptions, command: Command, facts: MachineFacts) -> Preload:
+    """Return what to preload. Nothing, and a warning, where workers cannot be forks of a Python with the same settings."""
+    names = () if (options.text("preload") or "").strip() == "off" else options.read("preload", parse.modules)
     against = [options.label("no_python")] if command.no_python else [options.label("run_path")] if command.run_path else []
     against += [options.label("numa_binding")] if options.is_given("numa_binding") else []
     against += [options.label("virtual_local_rank")] if options.flag("virtual_local_rank") else []
     against += ["PYTHON_EXEC"] if options.environ.get("PYTHON_EXEC") else []
-    if modules and against:
-        options.warn(f"{options.label('preload')} has no effect: with {against[0]} workers are executed")
-        return ()
-    return modules
+    if not names:
+        return Preload()
+    if against:
+        why = f"with {against[0]} workers are executed"
+        if options.is_given("preload"):
+            options.warn(f"{options.label('preload')} has no effect: {why}")
+        found = Preload(why=why)
+    elif "auto" in names:
+        found = facts.imports(command)
+        named = tuple(name for name in names if name != "auto")
+        found = replace(found, modules=tuple(dict.fromkeys((*named, *found.modules))))
+    else:
+        return Preload(names)
+    tried = f"; if possible also {', '.join(found.tried)}" if found.tried else ""
+    options.derive("preload", ", ".join(found.modules) + tried if found.modules else "off", found.why)
+    return found
 
 
 def _port_range(options: GivenOptions, rendezvous: RendezvousConfig) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from elastirun.agent.processes.preload import forkserver, parked_forks
 from elastirun.agent.processes.preload.parked_forks import ParkedForks
 from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER, ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec
+from elastirun.config import Preload
 from elastirun.progress import EXIT_LIMIT
 from elastirun.worker.progress_page import VARIABLE
 from tests.support.cluster import PATIENCE, dies
@@ -68,14 +69,14 @@ class Agent:
         self.spec = WorkerSpec(0, 0, (sys.executable, "-u", str(self.script)), {**os.environ, "PYTHONPATH": str(folder / "modules")})
         self.forks: ParkedForks | None = None
 
-    def start(self, *modules: str, count: int = 1) -> ParkedForks:
-        forks = self.begin(*modules, count=count)
+    def start(self, *modules: str, count: int = 1, tried: tuple[str, ...] = ()) -> ParkedForks:
+        forks = self.begin(*modules, count=count, tried=tried)
         self.turn(lambda: not forks.loading)
         return forks
 
-    def begin(self, *modules: str, count: int = 1) -> ParkedForks:
+    def begin(self, *modules: str, count: int = 1, tried: tuple[str, ...] = ()) -> ParkedForks:
         tree: Any = self.spared
-        self.forks = ParkedForks(modules, self.spec, count, self.selector, tree, self.said.append)
+        self.forks = ParkedForks(Preload(modules, tried), self.spec, count, self.selector, tree, self.said.append)
         return self.forks
 
     def turn(self, until: Callable[[], bool]) -> None:
@@ -193,6 +194,28 @@ def test_that_only_a_part_of_torch_is_missing_is_told(
         agent.look(0.5)
         assert forks.loading and forks.nearly_loaded == nearly
     agent.turn(lambda: not forks.loading)
+
+
+LEAVES = {
+    "a thread": "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
+    "a descriptor": "file = open('/dev/zero')",
+    "a variable of the rank": "rank = os.environ.get('RANK', '0')",
+    "a crash": "hasattr(__main__, 'hook') or os.kill(os.getpid(), 11)",
+    "a process": "process = hasattr(__main__, 'hook') or subprocess.Popen(['sleep', '1000'])",
+    "a hook": "atexit.register(print)",
+    "an error": "__main__.hook",
+}
+
+
+@pytest.mark.parametrize("left", LEAVES)
+def test_of_the_modules_that_are_tried_those_that_forks_can_share_are_there(agent: Agent, left: str) -> None:
+    for name in ("first", "last"):
+        module(agent, name, "")
+    module(agent, "odd", f"import atexit, os, subprocess, sys, threading, time, __main__\n{LEAVES[left]}")
+    agent.start("json.tool", tried=("first", "odd", "last"))
+    had = "import sys\nprint(*(name in sys.modules for name in ('json.tool', 'first', 'odd', 'last')))"
+    assert agent.output(f"{HOW}{had}").split() == ["forked", "True", "True", "False", "True"]
+    assert agent.said == []
 
 
 def test_nothing_is_started_without_modules(agent: Agent) -> None:

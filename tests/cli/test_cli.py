@@ -63,7 +63,7 @@ FROZEN = """
 module m PET_MODULE flag
 no-python - PET_NO_PYTHON flag
 run-path - PET_RUN_PATH flag
-preload - PET_PRELOAD ''
+preload - PET_PRELOAD off
 dry-run - PET_DRY_RUN flag
 version - - flag
 print-completion - - None
@@ -319,7 +319,7 @@ def test_a_bad_variable_is_named(elastirun: Elastirun, variable: str, value: str
     ("line", "part"),
     [
         ("nowhere.py", "'nowhere.py'"),
-            (".", "__main__.py"),
+        (".", "__main__.py"),
         ("--no-python no-such-program-here", "no program 'no-such-program-here'; give its path, or a name that is in PATH"),
         ("--no-python ./t.py", "chmod +x"),
     ],

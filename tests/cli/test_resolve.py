@@ -12,11 +12,16 @@ from elastirun.cli.detect.detected import Host
 from elastirun.cli.given_options import GivenOptions, MachineFacts
 from elastirun.cli.options import OPTIONS
 from elastirun.cli.resolve import resolve
-from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Std, StdMap, Timing
+from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Preload, Std, StdMap, Timing
 from elastirun.errors import StartError, UsageError
 
 NOBODY: Mapping[str, str] = {}
 LAPTOP = Host("laptop", ("laptop.example.org",))
+
+
+def imports(command: Command) -> Preload:
+    """Return what a script imports on that machine: those whose names begin with t import torch and numpy."""
+    return Preload(("torch",), ("numpy",), "text") if command.script.startswith("t") else Preload(why="no torch")
 
 
 def resolved(line: str, environ: Mapping[str, str] = NOBODY, host: Host = LAPTOP) -> tuple[LaunchConfig, GivenOptions]:
@@ -24,7 +29,7 @@ def resolved(line: str, environ: Mapping[str, str] = NOBODY, host: Host = LAPTOP
     given, script = command_line.parse(line.split())
     devices = {"gpu": 2, "auto": 2, "xpu": 0, "npu": 3}
     options = GivenOptions(given, environ)
-    return resolve(options, script, MachineFacts(lambda: 6, devices.get, lambda: "new-id", lambda: host)), options
+    return resolve(options, script, MachineFacts(lambda: 6, devices.get, lambda: "new-id", lambda: host, imports)), options
 
 
 def config_of(line: str, environ: Mapping[str, str] = NOBODY, warnings: int = 0) -> LaunchConfig:
@@ -313,7 +318,7 @@ def test_a_variable_of_no_option_is_named(name: str, hint: str) -> None:
 
 def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
     options = GivenOptions({"nproc_per_node": "auto"}, {})
-    assert resolve(options, ["t.py"], MachineFacts(lambda: 6, lambda kind: 0, lambda: "id", lambda: LAPTOP)).nproc == 6
+    assert resolve(options, ["t.py"], MachineFacts(lambda: 6, lambda kind: 0, lambda: "id", lambda: LAPTOP, imports)).nproc == 6
 
 
 def test_times() -> None:
@@ -426,11 +431,26 @@ def test_a_worker_that_is_a_launcher_leaves_the_health_port_of_its_agent_alone()
 
 
 def test_what_is_preloaded() -> None:
-    assert config_of("t.py").preload == config_of("t.py", {"PET_PRELOAD": ""}).preload == ()
-    assert config_of("--preload=torch t.py", {"PET_PRELOAD": "json"}).preload == ("torch",)
-    assert config_of("-m m", {"PET_PRELOAD": "torch, transformers.models,torch"}).preload == ("torch", "transformers.models")
+    for line, environ in (
+        ("t.py", {}),
+        ("t.py", {"PET_PRELOAD": ""}),
+        ("--preload=off t.py", {"PET_PRELOAD": "torch"}),
+        ("--preload= t.py", {}),
+    ):
+        assert config_of(line, environ).preload == Preload()
+    assert config_of("--preload=torch t.py", {"PET_PRELOAD": "json"}).preload == Preload(("torch",))
+    assert config_of("-m m", {"PET_PRELOAD": "torch, transformers.models,torch"}).preload == Preload(("torch", "transformers.models"))
+    assert config_of("--preload=auto t.py").preload == Preload(("torch",), ("numpy",), "text")
+    assert config_of("--preload=json,auto t.py").preload == Preload(("json", "torch"), ("numpy",), "text")
+    assert config_of("--preload=auto s.py").preload == Preload(why="no torch")
     for text in ("torch,", "a b", "./t.py", "-m", "a..b"):
         assert error_of("t.py", {"PET_PRELOAD": text}).startswith("PET_PRELOAD: ")
+
+
+def test_what_the_text_of_a_script_decides_is_shown() -> None:
+    for script, shown in ("t.py", ("torch; if possible also numpy", "derived: text")), ("s.py", ("off", "derived: no torch")):
+        _, options = resolved(f"--preload=auto {script}")
+        assert [(row.value, row.source) for row in options.rows() if row.option == "--preload"] == [shown]
 
 
 @pytest.mark.parametrize(
@@ -444,8 +464,10 @@ def test_what_is_preloaded() -> None:
     ],
 )
 def test_where_nothing_can_be_preloaded_it_is_said(line: str, environ: dict[str, str], name: str) -> None:
-    assert config_of(f"--preload=torch {line}", environ, warnings=1).preload == ()
-    assert warning_of(f"--preload=torch {line}", environ) == f"--preload has no effect: with {name} workers are executed"
+    for value in ("torch", "auto"):
+        why = f"with {name} workers are executed"
+        assert config_of(f"--preload={value} {line}", environ, warnings=1).preload == Preload(why=why)
+        assert warning_of(f"--preload={value} {line}", environ) == f"--preload has no effect: {why}"
     config_of(line, environ)
 
 

@@ -127,7 +127,7 @@ if __name__ == "__main__":
 def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, way: str, modules: str) -> None:
     folder, name = nodes.tmp_path / "scripts", "probe_of_a_worker"
     folder.mkdir()
-    own = "import torch, torch._dynamo\n" if modules == "torch" else ""  # with torch, only what its import does is different
+    own = "import torch, torch._dynamo\n" if modules in ("torch", "auto") else ""  # with torch, only what its import does is different
     (folder / f"{name}.py").write_text(PROBE.replace("import traceback", f"{own}import traceback"))
     nodes.env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PET_PRELOAD": "", "OMP_NUM_THREADS": "1"}
 
@@ -141,9 +141,6 @@ def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, w
 
     executed, forked = seen(1), seen(2, f"--preload={modules}")
     differ = {key: (executed[0][key], forked[0][key]) for key in executed[0] if executed[0][key] != forked[0][key]}
-    if modules == "auto":  # a worker tells what it imports
-        (finders, hooks), more = differ.pop("importers")
-        assert len(differ.pop("descriptors")[1]) == 5 and more == [finders + 1, hooks]
     assert differ == {}
     assert "at exit" in forked[1] and not any("forkserver" in line for line in forked[1])
 
@@ -164,24 +161,6 @@ def test_torch_behaves_and_no_two_workers_of_any_round_draw_the_same_numbers(nod
     assert [(one["compiled"], one["threads"]) for one in seen] == [(3.0, 2)] * 4
     assert all(len({one["numbers"][i] for one in seen}) == 4 for i in range(3))
     assert "--preload" not in nodes.out(1), "nothing stood in the way"
-
-
-def test_what_workers_import_is_there_before_a_restart(nodes: Cluster) -> None:
-    installed = nodes.tmp_path / "site-packages"
-    installed.mkdir()
-    (installed / "heavy.py").write_text("import time\ntime.sleep(0.2)\n")
-    reports = nodes.script.read_text()
-    nodes.script.write_text(f"import os, sys\nhad = 'heavy' in sys.modules\nimport heavy\nos.environ['HAD'] = str(had)\n{reports}")
-    nodes.env["PYTHONPATH"] = str(installed)
-    agent = nodes.launch(1, "--preload=auto", "--nproc-per-node=2", "--max-restarts=1", str(nodes.script))
-    first = nodes.round(2)
-    nodes.says(1, "--preload: workers of the next rounds need not import heavy")
-    first[0].tell("exit 3")
-    second = nodes.round(2, after=1)
-    for worker in second:
-        worker.tell("exit 0")
-    assert nodes.ends(agent) == 0
-    assert [worker.env["HAD"] for worker in (*first, *second)] == ["False", "False", "True", "True"]
 
 
 def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done(nodes: Cluster) -> None:

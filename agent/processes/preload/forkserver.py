@@ -1,6 +1,6 @@
 """The fork server: imports modules once; its forks become workers without importing them again (see docs/decisions/0018).
 
-    python -u forkserver.py AGENT_PID CONTROL GROUP MODULE,... COMMAND...
+    python -u forkserver.py AGENT_PID CONTROL GROUP MODULE,... TRIED,... COMMAND...
 
 The agent executes this program like a worker, with the environment of the workers but for ``ROUND_NAMES``, so that everything that
 is read at import takes effect. COMMAND is the command of a worker without ``python -u``: people see it in ps, and its length is the
@@ -14,9 +14,9 @@ room for a fork's own command line. CONTROL is a stream socket to the agent.
   which the agent knows it, until it gets work.
 - The agent sends one line of JSON with the descriptors for stdout and stderr. The fork makes a session of its own, restores the
   signals, writes an empty line, gets one in return, and runs the script. End of file: the fork is not wanted any more.
-- With ``--preload=auto`` a worker writes ``+NAME DIGEST`` into its socket when it begins to import a module that Python does not bring
-  along. Later the agent sends NAME:DIGEST of each in one line over CONTROL, without a descriptor. The server imports each in a fork
-  first, and then itself if that took long and left nothing behind. It answers with another line of JSON; later forks have these modules.
+
+The modules of TRIED, which nobody has named, are imported in a child of the server after the others. If forks would not be as good with
+one of them, the child ends and the next one does without it. The last child is then the server; its parent waits, and ends with it.
 
 A script that cannot run in a fork as ``python -u`` would run it is executed by the fork instead; the reason goes to the agent.
 This program imports nothing of ours, and the standard library only inside functions: the folder of the script comes first in
@@ -45,10 +45,7 @@ PARTS = frozenset(part for parts in ALSO.values() for part in parts)
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/accel")  # a driver whose device file is open is in use
 LINE_LIMIT = 16 << 20  # bytes of one message from the agent; the kernel allows 6 MiB of arguments and environment
 NEARLY_LOADED = b"."  # tells the agent that only the last module is missing, and that it is one of ``PARTS``
-LEAST_IMPORT = 0.02  # seconds; a module that is imported sooner is not worth a place in all workers
-TRIAL_LIMIT = 60  # seconds for an import on trial
-LONGEST_NAME, MOST_NAMES = 100, 256  # characters of a module's name; names that a worker tells of
-IMPORTS = "_find_and_load_unlocked"  # the function of importlib in which an import asks the finders
+TRIAL_LIMIT = 20  # seconds for an import on trial; the agent waits for 60 s for all
 RARELY = 100_000_007  # new objects before a collection of garbage; no module chooses this number
 TORCH_FIXED_SEED = 67280421310721  # torch's default generator begins with it where it is not seeded from the system
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -63,13 +60,18 @@ _ENVIRON = dict(os.environ)
 # -- the server
 
 
-def serve(agent: int, control: socket, group: str, modules: list[str]) -> Callable[[], object]:
-    """Import ``modules``, then make forks. Returns in each fork that got work: the function that runs the script."""
+def serve(agent: int, control: socket, group: str, modules: list[str], tried: list[str]) -> Callable[[], object]:
+    """Import ``modules``, and those of ``tried`` that forks can share, then make forks.
+
+    Returns in each fork that got work: the function that runs the script.
+    """
     from signal import SIG_IGN, SIGHUP, SIGINT, SIGQUIT, SIGTERM, getsignal, signal
 
     stopping = (SIGTERM, SIGINT, SIGHUP, SIGQUIT)
     before = {signum: signal(signum, SIG_IGN) for signum in stopping}  # a signal to the agent's group is for the agent alone
     trouble = load(modules, lambda: control.sendall(NEARLY_LOADED))
+    if not trouble["reads"] and not trouble["obstacle"]:
+        try_out(tried)
     for signum in stopping:
         if getsignal(signum) is not SIG_IGN:  # a module has set a handler: so it would in the worker
             before[signum] = signal(signum, SIG_IGN)
@@ -81,23 +83,27 @@ def serve(agent: int, control: socket, group: str, modules: list[str]) -> Callab
             return work(job, group, before)
 
 
-def load(modules: list[str], before_last: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def load(
+    modules: list[str], before_last: Callable[[], object] = lambda: None, on_read: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
     """Import ``modules`` and return what went wrong, see ``report``. Modules must not be in use by a thread or a device at a fork.
 
     ``before_last`` is called before the last one is imported, if it is one of ``PARTS``: how long another one takes nobody knows.
+    ``on_read`` is called when a module reads a variable of ``ROUND_NAMES``.
     """
     import gc
     import importlib
-    import time
 
     read: set[str] = set()
 
     class Watching(type(os.environ)):  # type: ignore[misc]
         def __getitem__(self, name: str) -> Any:
-            read.update({name} & ROUND_NAMES)
+            if name in ROUND_NAMES:
+                read.add(name)
+                on_read()
             return super().__getitem__(name)
 
-    trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": "", "took": {}}
+    trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
     thresholds = gc.get_threshold()
     gc.set_threshold(RARELY)  # nearly all that is imported stays; the collections would take a fifth of the time
     os.environ.__class__ = Watching
@@ -106,12 +112,10 @@ def load(modules: list[str], before_last: Callable[[], object] = lambda: None) -
         read.clear()
         if name == modules[-1] and name in PARTS:
             before_last()
-        began = time.perf_counter()
         try:
             importlib.import_module(name)
         except BaseException as error:  # what a module may raise: anything
             trouble["failed"][name] = f"{type(error).__name__}: {error}"[:300]
-        trouble["took"][name] = time.perf_counter() - began
         if read:
             trouble["reads"][name] = sorted(read)
         if found := obstacle():
@@ -164,8 +168,7 @@ def report(control: socket, trouble: dict[str, Any]) -> None:
     """Tell the agent that the modules are imported, and what went wrong; end where forks would not be as executed workers.
 
     ``failed``: modules that cannot be imported, with the reason. ``reads``: modules that have read variables of ``ROUND_NAMES``, which
-    have no value here. ``obstacle``: a thread, or a device in use. After ``learn`` also ``learnt``: modules that were imported;
-    ``left_out``: modules that were not, with the reason.
+    have no value here. ``obstacle``: a thread, or a device in use.
     """
     import json
 
@@ -174,101 +177,56 @@ def report(control: socket, trouble: dict[str, Any]) -> None:
         os._exit(0)
 
 
-def learn(names: list[str]) -> dict[str, Any]:
-    """Import those of ``names`` that take long and leave nothing behind. Return what ``report`` tells."""
-    trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
-    learnt, left_out = [], {}
-    changed = ""
-    for name, digest in (name.split(":") for name in names):
-        parent = name.rpartition(".")[0]
-        if name in sys.modules or parent and parent not in sys.modules or not is_third_party(name):  # to look for a part imports the parent
-            continue
-        if digest != environment_digest():
-            changed = changed or name
-            continue
-        seconds, why = try_out(name)
-        if why:
-            left_out[name] = why
-        elif seconds >= LEAST_IMPORT:
-            learnt.append(name)
-            trouble = load([name])
-            if trouble["failed"] or trouble["reads"] or trouble["obstacle"]:  # although it was not so in the fork
-                break
-    if changed:
-        left_out[changed] = "environment variables were changed before its import, in the script or by a module"
-    return {**trouble, "learnt": learnt, "left_out": left_out}
-
-
-def environment_digest() -> str:
-    """Return a digest of the variables that are the same for all workers: a module may read them while it is imported."""
-    from binascii import crc32
-
-    same = sorted((name, value) for name, value in os.environ.items() if name not in ROUND_NAMES)
-    return str(crc32(repr(same).encode(errors="surrogateescape")))
-
-
-def is_third_party(name: str) -> bool:
-    """Return whether the module is found among installed packages: it is no part of Python, and not the user's own work."""
-    from importlib.util import find_spec
-
-    try:
-        spec = find_spec(name)
-    except Exception:  # what a finder may raise: anything
-        return False
-    places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else []
-    return any({"site-packages", "dist-packages"} & {*place.split("/")} for place in places)
-
-
-def try_out(name: str) -> tuple[float, str]:
-    """Import a module in a fork. Return the seconds that this took, and why workers cannot be forks with that module; empty: they can."""
-    import json
-    from signal import SIGALRM
-
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, json.dumps(judge(name)).encode())
-        finally:
+def try_out(names: list[str]) -> None:
+    """Import those of ``names`` that forks can share. Returns in a child that has imported them, if there are any to import."""
+    names = list(names)
+    while wanted := [name for name in names if name not in sys.modules]:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            die_with_parent()
+            for name in wanted:
+                os.write(write, f"{name}\n".encode())
+                if not is_good(name):
+                    give_up()
+            os.write(write, b"\n")
+            os.close(write)
+            return
+        os.waitpid(child, 0)
+        begun = os.read(read, 1 << 16).decode().split("\n")[-2:-1]
+        os.close(read)
+        os.close(write)
+        if begun == [""]:  # it was the server, and has ended
             os._exit(0)
-    os.close(write)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.set_blocking(read, False)  # a process that the module has left running may hold the other end
-    try:
-        text = os.read(read, 1 << 16)
-    except BlockingIOError:
-        text = b""
-    os.close(read)
-    if not text:
-        return 0.0, f"its import takes more than {TRIAL_LIMIT} s" if status == -SIGALRM else "its import ends the process"
-    seconds, why = json.loads(text)
-    return float(seconds), str(why)
+        names = [name for name in names if [name] != begun]
 
 
-def judge(name: str) -> tuple[float, str]:
-    """Import a module in this process, which is made for that, and say what ``try_out`` returns."""
+def is_good(name: str) -> bool:
+    """Import a module, and return whether forks are then as executed workers: nothing is left that they would share."""
+    import atexit
     import gc
-    from signal import SIG_DFL, SIGALRM, SIGKILL, alarm, signal
+    from signal import SIG_DFL, SIGALRM, alarm, signal
 
-    signal(SIGALRM, SIG_DFL)
-    alarm(TRIAL_LIMIT)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (1, 2):
-        os.dup2(nowhere, fd)  # what it has to say, it says again when the server imports it
-    before = open_files()
-    trouble = load([name])
+    before, hooks = open_files(), atexit._ncallbacks()
+    handler = signal(SIGALRM, SIG_DFL)
+    alarm(TRIAL_LIMIT)  # which ends this process
+    trouble = load([name], on_read=give_up)
+    alarm(0)
+    if handler is not SIG_DFL:
+        signal(SIGALRM, handler)
     gc.collect()  # which may close a file
     left = [path for fd, path in open_files().items() if before.get(fd) != path]
-    why = f"importing {name} left {left[0]} open, which forks would share" if left else ""
-    if trouble["obstacle"]:
-        why = f"{trouble['obstacle']}, which forks cannot share"
-    if trouble["reads"]:
-        why = f"importing it reads {', '.join(trouble['reads'][name])}, which differs between workers"
+    return not (left or atexit._ncallbacks() > hooks or any(trouble.values()))
+
+
+def give_up() -> None:
+    """End this process and what a module has started in it."""
+    from signal import SIGKILL
+
     for pid in children():
         os.kill(pid, SIGKILL)
-    if trouble["failed"]:
-        why = f"it cannot be imported without the script: {trouble['failed'][name]}"
-    return trouble["took"][name], why
+    os._exit(0)
 
 
 def open_files() -> dict[str, str]:
@@ -283,20 +241,12 @@ def open_files() -> dict[str, str]:
 
 
 def next_job(control: socket) -> socket | None:
-    """Wait for the agent to ask for a fork. Return the fork's socket in the fork, None in the server. Ends with the agent.
-
-    The agent may also name modules to learn.
-    """
+    """Wait for the agent to ask for a fork. Return the fork's socket in the fork, None in the server. Ends with the agent."""
     import socket
 
     data, fds, _, _ = socket.recv_fds(control, 1, 1)
-    if not data:
+    if not data or not fds:
         os._exit(0)
-    if not fds:
-        while data and not data.endswith(b"\n"):
-            data += control.recv(1 << 16)
-        report(control, learn(data.decode().split()))
-        return None
     with socket.socket(fileno=fds[0]) as job:
         try:
             between = os.fork()
@@ -314,8 +264,6 @@ def next_job(control: socket) -> socket | None:
 def be_parked(agent: int, job: socket) -> bool:
     """Make a child of the agent that waits. Called between it and the server; returns in the fork only."""
     import time
-    from ctypes import CDLL, c_ulong
-    from signal import SIGKILL
 
     between = os.getpid()
     try:
@@ -325,11 +273,19 @@ def be_parked(agent: int, job: socket) -> bool:
         os._exit(1)
     while (parent := os.getppid()) == between:
         time.sleep(0.0005)
-    CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
+    die_with_parent()
     if parent != agent or os.getppid() != agent:  # the agent has died, before the signal was armed or after
         os._exit(1)
     job.sendall(b"%d\n" % os.getpid())
     return True
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies."""
+    from ctypes import CDLL, c_ulong
+    from signal import SIGKILL
+
+    CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
 
 
 def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], object]:
@@ -363,48 +319,8 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     if message["executed"]:
         show_stacks()
     stamp_steps()
-    if message["tells"]:
-        sys.meta_path.insert(0, Reporter(job, argv))
-    else:
-        job.close()
+    job.close()
     return run
-
-
-class Reporter:
-    """A finder that finds nothing, and tells the agent of each module that Python does not bring along, when its import begins.
-
-    It does not tell of modules beside the script: they are the user's own work, and may change. It tells of nothing after the script has
-    changed sys.path: a name may then mean another module than without the script.
-    """
-
-    def __init__(self, job: socket, argv: list[str]) -> None:
-        job.setblocking(False)
-        self._job, self._socket, self._pid = job, os.fstat(job.fileno()), os.getpid()
-        own = argv[3].partition(".")[0] if argv[2] == "-m" else ""
-        self._known = {*sys.stdlib_module_names, *names_in(sys.path[0]), own}
-        self._path = list(sys.path)
-        self._left = MOST_NAMES
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Find nothing."""
-        new = (path is None or name in PARTS) and self._left and name not in self._known and len(name) <= LONGEST_NAME
-        if new and sys.path == self._path and sys._getframe(2).f_code.co_name == IMPORTS:  # else importlib.util.find_spec only asks
-            self._known.add(name)
-            self._left -= 1
-            try:
-                if os.getpid() == self._pid and os.path.samestat(os.fstat(self._job.fileno()), self._socket):  # a script may close it
-                    self._job.send(f"+{name} {environment_digest()}\n".encode())
-            except OSError:
-                pass
-
-
-def names_in(folder: str) -> set[str]:
-    """Return the names that modules in the folder may have: a package is a folder, which has no dot in its name."""
-    suffixes = tuple(all_suffixes())
-    try:
-        return {entry.partition(".")[0] for entry in os.listdir(folder) if "." not in entry or entry.endswith(suffixes)}
-    except OSError:
-        return set()
 
 
 def receive(job: socket) -> tuple[bytes, list[int]]:
@@ -542,12 +458,28 @@ def absolute(path: str) -> str:
 
 def put_first(folder: str) -> str:
     """Let modules be found in ``folder`` first. Return why they would not be in a fork: one of that name is already imported."""
+    from functools import partial
+
     if getattr(sys.flags, "safe_path", False):
         return ""
-    names = {name.partition(".")[0] for name in sys.modules.keys() - _LOADED}
-    found = sorted(names & names_in(folder))
+    loaded = {name.partition(".")[0] for name in sys.modules.keys() - _LOADED}
+    found = sorted(filter(partial(is_module, folder), loaded & names_in(folder)))
     sys.path.insert(0, folder)
     return f"{folder} has a module {found[0]}, and another one of that name is already imported" if found else ""
+
+
+def names_in(folder: str) -> set[str]:
+    """Return the names of all that is in the folder, up to the first dot."""
+    try:
+        return {entry.partition(".")[0] for entry in os.listdir(folder)}
+    except OSError:
+        return set()
+
+
+def is_module(folder: str, name: str) -> bool:
+    """Return whether the folder has a module of that name. A folder without a file __init__ comes after all others of its name."""
+    places = (f"{folder}/{name}{part}{suffix}" for part in ("", "/__init__") for suffix in all_suffixes())
+    return any(map(os.path.isfile, places))
 
 
 def hide_own_frame(error: BaseException) -> None:
@@ -565,9 +497,10 @@ def main() -> Callable[[], object]:
         del sys.path[0]  # the folder of this file
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
-    agent, group, names, command = int(sys.argv[1]), sys.argv[3], sys.argv[4], sys.argv[5:]
+    agent, group, modules, tried = int(sys.argv[1]), sys.argv[3], *(list(filter(None, text.split(","))) for text in sys.argv[4:6])
+    command = sys.argv[6:]
     sys.argv[:] = ["-m", *command[2:]] if command[0] == "-m" else command  # modules may read it while they are imported
-    return serve(agent, control, group, [each for name in filter(None, names.split(",")) for each in (name, *ALSO.get(name, ()))])
+    return serve(agent, control, group, [each for name in modules for each in (name, *ALSO.get(name, ()))], tried)
 
 
 if __name__ == "__main__":

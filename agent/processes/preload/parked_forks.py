@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import selectors
 import signal
 import socket
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 
 from elastirun import clock, linux
@@ -24,22 +23,28 @@ from elastirun.agent.processes import proc
 from elastirun.agent.processes.preload import forkserver
 from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.spawn import STARTUP, Spawned, WorkerSpec, spawn
+from elastirun.config import Preload
 
 NEARLY_WITHIN = 5.0  # seconds; where the modules but the last took longer, so may the last one
 LOAD_LIMIT = 60.0  # seconds that a node waits for its fork server before it joins the job; a cold disk is slow
 FORK_LIMIT = 2.0  # seconds for the forks of a round to answer; the loop waits meanwhile, and workers are executed afterwards
 KILL_LIMIT = 1.0  # seconds for killed forks to end
 RESTART_AFTER = 10.0  # seconds; a server that lived for less is not started again before the next round
-LEARN_LIMIT = 300.0  # seconds for the server to try modules; it makes no forks meanwhile
-LEARN_AFTER = 5.0  # seconds without a new module of a worker, after which those that it told of are tried: it has begun to train
-TOLD = re.compile(r"\+([A-Za-z_][\w.]{0,99}) ([0-9]{1,10})", re.ASCII)  # what a worker tells of one module
-AUTO = "auto"  # in place of a module's name: what the workers import
 REPORT_LIMIT = 1 << 20  # bytes of the server's report and of a fork's reason
+
+
+class Phase(Enum):
+    """Stage of a fork server."""
+
+    STARTING = auto()  # it imports modules
+    NEARLY = auto()  # it imports the last one, and came to it soon, so that this one does not take long either
+    READY = auto()  # it makes forks
+    GONE = auto()
 
 
 @dataclass
 class _Server:
-    """A fork server that runs. It is the leader of the session and the process group that its forks stay in until they get work."""
+    """A fork server. It is the leader of the session and the process group that its forks stay in until they get work."""
 
     pid: int
     pidfd: int
@@ -47,24 +52,18 @@ class _Server:
     env: Mapping[str, str]  # without the round's own names
     began: float
     patience: float  # seconds for which forks may yet be waited for in this round
-    loaded: bool = False
-    nearly_loaded: bool = False  # it imports the last module, and came to it soon
-    learning: bool = False  # tries modules, and answers nothing meanwhile
-    limit: float = math.inf  # when it must have answered, if it is learning
-    taught: int = 0  # number of the learnt modules that it knows
+    phase: Phase = Phase.STARTING
     report: bytes = b""
 
     def take_in(self, data: bytes) -> None:
         """Take in a part of the report, or the word before it that the last module is being imported."""
-        if data.startswith(forkserver.NEARLY_LOADED):
-            self.nearly_loaded = clock.now() < self.began + NEARLY_WITHIN
+        if data.startswith(forkserver.NEARLY_LOADED) and clock.now() < self.began + NEARLY_WITHIN:
+            self.phase = Phase.NEARLY
         self.report += data.lstrip(forkserver.NEARLY_LOADED)
 
 
 class ParkedForks(Part):
-    """Starts workers: from forks of a process that has imported ``modules``, else by executing them. Without modules: only so.
-
-    With ``AUTO`` among the modules the workers tell which ones they import, and the fork server tries these when they have done so.
+    """Starts workers: from forks of a process that has imported the modules of ``preload``, else by executing them.
 
     ``like``: a worker as the rounds will have them; its environment without the round's own names is the server's. ``count``: forks
     kept ready. ``say`` gets lines for people. All calls and callbacks happen in the loop's thread.
@@ -75,17 +74,14 @@ class ParkedForks(Part):
 
     def __init__(
         self,
-        modules: tuple[str, ...],
+        preload: Preload,
         like: WorkerSpec,
         count: int,
         selector: selectors.BaseSelector,
         tree: ProcessTree,
         say: Callable[[str], None],
     ) -> None:
-        self._modules = tuple(name for name in modules if name != AUTO)
-        self._learns = AUTO in modules
-        self._learnt: dict[str, str] = {}  # modules that the workers have imported, in this order, with the digest of the environment then
-        self._learn_at = math.inf  # when the fork server is to be told what was learnt; infinity: nothing new
+        self._preload = preload
         self._like = like
         self._count = count
         self._selector = selector
@@ -96,19 +92,25 @@ class ParkedForks(Part):
         self._parked: deque[socket.socket] = deque()  # forks that were asked for and have no work
         self._asked: set[socket.socket] = set()  # forks that got work and may yet say why they were executed
         self._said: set[str] = set()
-        if modules and os.stat(sys.executable).st_mode & (stat.S_ISUID | stat.S_ISGID):
+        if preload.modules and os.stat(sys.executable).st_mode & (stat.S_ISUID | stat.S_ISGID):
             self._give_up(f"{sys.executable} runs as another user")
         self._start()
 
     @property
+    def phase(self) -> Phase:
+        """Stage of the server; GONE: there is none."""
+        return self._server.phase if self._server else Phase.GONE
+
+    @property
     def loading(self) -> bool:
         """Return whether the server imports its modules, and not for too long."""
-        return self._server is not None and not self._server.loaded and clock.now() < self._server.began + LOAD_LIMIT
+        server = self._server
+        return server is not None and server.phase is not Phase.READY and clock.now() < server.began + LOAD_LIMIT
 
     @property
     def nearly_loaded(self) -> bool:
-        """Return whether the server has imported its modules but the last, soon, so that this one does not take long either."""
-        return self._server is not None and self._server.nearly_loaded
+        """Return whether all modules are imported but the last one, which does not take long."""
+        return self.phase is Phase.NEARLY
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -125,8 +127,6 @@ class ParkedForks(Part):
         while self._serves(spec) and self._parked:
             if started := self._employ(self._parked.popleft(), spec, stdout, stderr):
                 return started
-        if self._server and self._server.learning:
-            self._tell("modules that the workers import are still being tried; workers are executed until that is done")
         return spawn(spec, stdout, stderr)
 
     def workers_started(self, round: NodeRound) -> None:
@@ -135,35 +135,12 @@ class ParkedForks(Part):
     def refill(self) -> None:
         """Ask for as many forks as have got work. Call it when a round's workers are started: a fork takes the server some milliseconds."""
         if self._server and self._server.env != self._env:
-            self._learnt.clear()
             self._drop()
         if self._server is None:
             self._start()
-        elif self._server.loaded and not self._server.learning:
+        elif self._server.phase is Phase.READY:
             self._server.patience = FORK_LIMIT
             self._park()
-
-    def tick(self, now: float) -> float:
-        """Tell the server of modules that the workers have imported when it is time. Returns when to call it next."""
-        server = self._server
-        if server and server.learning:
-            if now < server.limit:
-                return server.limit
-            self._learn_no_more(f"a trial takes more than {LEARN_LIMIT:g} s")
-        if now < self._learn_at:
-            return self._learn_at
-        self._learn_at = math.inf
-        if server and server.loaded and not server.learning and server.taught < len(self._learnt):
-            names = [f"{name}:{digest}" for name, digest in self._learnt.items()][server.taught :]
-            try:
-                server.control.sendall(" ".join(names).encode() + b"\n")
-            except OSError:  # it has ended
-                return math.inf
-            server.taught, server.learning, server.report = len(self._learnt), True, b""
-            server.limit = now + LEARN_LIMIT
-            self._selector.register(server.control, selectors.EVENT_READ, partial(self._on_report, server))
-            return server.limit
-        return math.inf
 
     def drop(self) -> None:
         """End the server and its forks; the next ``refill`` starts a server. Call it when the guard may be about to kill them."""
@@ -172,7 +149,7 @@ class ParkedForks(Part):
 
     def close(self) -> None:
         """End the server and its forks."""
-        self._modules, self._learns = (), False
+        self._preload = Preload()
         self.drop()
         for job in tuple(self._asked):
             self._forget(job)
@@ -180,7 +157,7 @@ class ParkedForks(Part):
     # -- the server -------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if not self._modules and not self._learns:
+        if not self._preload.modules:
             return
         try:
             ours, started = self._launch()
@@ -197,7 +174,7 @@ class ParkedForks(Part):
         """Return the agent's end of the control socket, and the server's process. Raises OSError."""
         ours, theirs = socket.socketpair()
         program = (sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), self._like.group or "-")
-        argv = (*program, ",".join(self._modules), *self._like.argv[2:])
+        argv = (*program, ",".join(self._preload.modules), ",".join(self._preload.tried), *self._like.argv[2:])
         try:
             with theirs:  # not in the workers' control group, which is killed after each round
                 return ours, spawn(replace(self._like, argv=argv, env=self._env, group=""), 2, 2, (theirs.fileno(),))
@@ -219,59 +196,29 @@ class ParkedForks(Part):
         try:
             report = json.loads(server.report)
             failed, reads, obstacle = dict(report["failed"]), dict(report["reads"]), str(report["obstacle"])
-            learnt, left_out = list(report.get("learnt", ())), dict(report.get("left_out", {}))
         except (ValueError, KeyError, TypeError):
             return  # it has ended, or is about to
         for module, why in failed.items():
             self._tell(f"{module} cannot be imported: {why}")
-        if server.learning:
-            self._on_learnt(server, learnt, left_out, bool(failed or reads or obstacle))
-        elif obstacle:
+        if obstacle:
             self._give_up(f"{obstacle}, which forks cannot share")
         elif reads:
             for module, names in reads.items():
                 self._tell(f"{module} is not imported: importing it reads {', '.join(names)}, which differs between workers")
-            self._modules = tuple(name for name in self._modules if not {name, *forkserver.ALSO.get(name, ())} & reads.keys())
+            left = (name for name in self._preload.modules if not {name, *forkserver.ALSO.get(name, ())} & reads.keys())
+            self._preload = replace(self._preload, modules=tuple(left))
             self._drop()
             self._start()
         else:
-            server.loaded = True
-            self._learn_at = clock.now() + LEARN_AFTER if self._learnt else math.inf
+            server.phase = Phase.READY
             self._park()
-
-    def _on_learnt(self, server: _Server, learnt: list[str], left_out: Mapping[str, str], spoilt: bool) -> None:
-        """Replace the parked forks by those of a server that has learnt modules. ``spoilt``: it is of no use with them."""
-        for module, why in left_out.items():
-            self._tell(f"{module} is not imported: {why}")
-        if spoilt:
-            self._learn_no_more(f"importing {learnt[-1]} went otherwise than on trial")
-            return
-        server.learning = False
-        if server.taught < len(self._learnt):
-            self._learn_at = clock.now() + LEARN_AFTER
-        if learnt:
-            self._say(f"--preload: workers of the next rounds need not import {', '.join(learnt)}")
-            for job in self._parked:
-                job.close()  # the fork ends
-            self._parked.clear()
-        self._park()
-
-    def _learn_no_more(self, why: str) -> None:
-        self._learns, self._learn_at = False, math.inf
-        self._learnt.clear()  # the next server would come to the same end
-        self._tell(f"{why}; modules that the workers import are not tried any more")
-        self._drop()
-        self._start()
 
     def _on_end(self, server: _Server, mask: int) -> None:
         if server is not self._server:
             return
-        if server.learning:
-            self._learn_no_more("importing a module has ended the fork server, as it had not done on trial")
-            return
-        lived = clock.now() - server.began
+        lived, was_ready = clock.now() - server.began, server.phase is Phase.READY
         self._drop()
-        if not server.loaded:
+        if not was_ready:
             self._tell("the fork server has ended while it imported modules; workers are executed until the next round has begun")
         elif lived >= RESTART_AFTER:
             self._tell("the fork server has ended; another one is started")
@@ -281,6 +228,7 @@ class ParkedForks(Part):
         """Kill the server and its forks without work."""
         server, self._server = self._server, None
         assert server is not None
+        server.phase = Phase.GONE
         for fileobj in (server.control, server.pidfd):
             with suppress(KeyError):  # the control socket, once the report has come
                 self._selector.unregister(fileobj)
@@ -298,7 +246,7 @@ class ParkedForks(Part):
         self._tree.spare_no_longer(server.pid)
 
     def _give_up(self, why: str) -> None:
-        self._modules, self._learns = (), False
+        self._preload = Preload()
         if self._server:
             self._drop()
         self._tell(f"{why}; workers are executed")
@@ -327,7 +275,7 @@ class ParkedForks(Part):
         server = self._server
         if server is None:
             return False
-        if not server.loaded:
+        if server.phase is not Phase.READY:
             self._tell("the modules are still being imported; workers are executed until they are")
             return False
         like_python = spec.argv[:2] == (sys.executable, "-u") and (spec.argv[2] == "-m" or not spec.argv[2].startswith("-"))
@@ -355,7 +303,7 @@ class ParkedForks(Part):
                 raise OSError
             own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
             executed = {"PYTHONPATH": path} if (path := spec.env.get("PYTHONPATH", "")).startswith(STARTUP) else {}
-            work = {"argv": spec.argv, "own": own, "executed": executed, "pause": spec.pause, "tells": self._learns}
+            work = {"argv": spec.argv, "own": own, "executed": executed, "pause": spec.pause}
             message = json.dumps(work).encode() + b"\n"
             sent = socket.send_fds(job, [message], [1 if stdout is None else stdout, 2 if stderr is None else stderr])
             job.sendall(message[sent:])
@@ -376,25 +324,14 @@ class ParkedForks(Part):
         return Spawned(pid, pidfd)
 
     def _on_reason(self, job: socket.socket, mask: int) -> None:
-        """Hear why a fork has executed its script, if it has, or which modules it imports."""
+        """Hear why a fork has executed its script, if it has."""
         try:
             text = job.recv(1 << 16).decode(errors="replace")
         except OSError:
             text = ""
-        if text.startswith("+"):
-            if self._learns:
-                self._hear_of(text.splitlines())
-            return
         self._forget(job)
         if text:
             self._tell(f"{text}; workers are executed")
-
-    def _hear_of(self, lines: Iterable[str]) -> None:
-        """Note modules that a worker imports."""
-        for line in lines:
-            if (found := TOLD.fullmatch(line)) and found[1] not in self._learnt and len(self._learnt) < forkserver.MOST_NAMES:
-                self._learnt[found[1]] = found[2]
-                self._learn_at = clock.now() + LEARN_AFTER
 
     def _forget(self, job: socket.socket) -> None:
         self._asked.discard(job)
