@@ -51,6 +51,11 @@ def test_who_has_gone_to_another_store_starts_nothing_where_it_was(seed: int) ->
     assert History(takeovers.torn(seed)).run().violation is None
 
 
+def test_a_member_that_dies_as_its_round_starts_has_agreed_to_it() -> None:
+    """The host of four is dead, and of the three left two go on; one of these, the new host, dies before the other has started."""
+    assert History(takeovers.torn(54013737)).run().violation is None
+
+
 def test_a_job_that_does_not_go_on_in_time_is_noticed() -> None:
     faults = (Fault(5.0, "kill_host", lasts=60.0),)
     plan = replace(takeovers.draw(0), stop_times=(0.1,) * 64, faults=faults, trouble=60.0, goes_on_within=12.0, deaths=Deaths())

@@ -111,7 +111,8 @@ def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
     ended = {node.id for node in world.nodes if node.working is None and (not node.alive or node.machine.state is LEFT)}
     ids, host = [m.id for m in last.members], last.host
     here = {m.id for m in new.members}
-    without_host = [i for i in ids if i not in ended or i not in {host, *world.owners}]
+    gone = (ended & {host, *world.owners}) - here  # who takes part agreed to the round, and may have died since
+    without_host = [i for i in ids if i not in gone]
     for some in (ids, without_host):
         count = sum(i in here for i in some)
         if 2 * count > len(some) or (2 * count == len(some) and host in here) or all(i in here or i in ended for i in some):
