@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -103,11 +103,7 @@ def assemble(
     # No other node goes on without the only node of a job, so its guard needs no lease; but see ``GuardLease``.
     lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
     tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, say)))
-    socket = stack.enter_context(closing(LocalSocket(selector)))
-    if socket.folder:
-        tree.remove_folder_at_end(socket.folder)
-    else:
-        say(socket.trouble)
+    socket = _socket(tree, selector, say, stack)
     round_check = RoundCheck(
         *(row.id, socket, lambda: session.post(Changed(clock.now()))), lambda: describe_node(session, workers, live, stragglers, environ)
     )
@@ -148,6 +144,16 @@ def assemble(
         *(console, tree, logs, log, session, workers, forks, live, tracker),
         *(pages, hangs, accounting, round_check, memory, guard, start, parts),
     )
+
+
+def _socket(tree: ProcessTree, selector: selectors.BaseSelector, say: Callable[[str], None], stack: ExitStack) -> LocalSocket:
+    """Return the socket for the workers, whose folder the guard removes if the agent cannot."""
+    socket = stack.enter_context(closing(LocalSocket(selector)))
+    if socket.folder:
+        tree.remove_folder_at_end(socket.folder)
+    else:
+        say(socket.trouble)
+    return socket
 
 
 def _logs(

@@ -95,8 +95,8 @@ dist.destroy_process_group()
 LAUNCHER = """
 import sys
 from elastirun.__main__ import main
-from elastirun.agent.hangs import watch as hang_watch
-hang_watch.WINDOW = 1.5
+from elastirun.agent.hangs import straggler_watch
+straggler_watch.WINDOW = 1.5
 sys.exit(main())
 """
 # A forward computes for about 10 ms on a GPU, and 30 ms on the slow rank. The host waits for the GPU there, as for

@@ -131,8 +131,8 @@ main()
 """
 POINTS = [
     ("agent Agent __init__ before", False),
-    ("agent Signals __init__ before", False),
-    ("agent Signals __init__ after", True),
+    ("assemble Signals __init__ before", False),
+    ("assemble Signals __init__ after", True),
     ("processes.process_tree ProcessTree __init__ before", True),
     ("processes.process_tree ProcessTree _start_guard before", True),
     ("processes.process_tree ProcessTree _start_guard after", True),

@@ -9,16 +9,16 @@ WINDOWS = 4  # in which nobody is slow; three are enough to name a straggler
 LAUNCHER = """
 import sys
 from elastirun.__main__ import main
-from elastirun.agent.hangs import watch as hang_watch
-hang_watch.WINDOW = 0.8
-look, windows = hang_watch.Stragglers.look, 0
+from elastirun.agent.hangs import straggler_watch
+straggler_watch.WINDOW = 0.8
+look, windows = straggler_watch.Stragglers.look, 0
 def told(self, pages, job):
     global windows
     named = look(self, pages, job)
     windows += job is not None and job.ranks == 2 and len(self.alone) == 1
     print(f"window {windows} is over", flush=True)
     return named
-hang_watch.Stragglers.look = told
+straggler_watch.Stragglers.look = told
 sys.exit(main())
 """
 # The name of a file beside the script says where which rank is slow.

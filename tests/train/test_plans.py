@@ -6,6 +6,7 @@ import cProfile
 import pstats
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -238,7 +239,7 @@ def another_transport(rank: int, world: int) -> bool:
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
     assert not WorldSwitch(ddp).plans
-    ddp._reducer.world.transport_wanted = "group"
+    ddp._options = replace(ddp._options, transport="group")
     ddp.set_group()
     return WorldSwitch(ddp).plans
 
