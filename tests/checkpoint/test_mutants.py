@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.mutants import Mutant, copy, each, failing, mutants_in, unnoticed
+from tests.support.changes import gets, instead_of, never, without
+from tests.support.mutants import Mutant, copy, each, failing, mutants_in, named_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
 
 
 mutant = mutants_in("elastirun/checkpoint", "tests/checkpoint")
+by_name = named_in("elastirun/checkpoint", "tests/checkpoint")
 LATER = "what_a_later_round_has_claimed_an_earlier_one_cannot_change"
 ORDER = "the_order_of_the_calls_survives_a_loss_of_power"
 RECORD, NAMES = "write_small(os.path.join(staged, COMMIT), record)\n", "sync_folder(staged)\n"
@@ -20,20 +22,23 @@ MUTANTS = (
         *("directory", "is_claim(name[len(STAGING) :])]", "name[len(STAGING) :] == mine]"),
         *("directory", "a_publisher_that_freezes_before_its_rename_publishes_nothing"),
     ),
-    mutant(
+    by_name(
         "a staging folder is made by its claim only",
-        *("directory", "                os.mkdir(folder)\n", "                os.makedirs(folder)\n"),
-        *("directory", LATER),
+        "directory:Directory.write",
+        instead_of("os.mkdir", "os.makedirs(folder)"),
+        seen_by=f"directory::{LATER}",
     ),
-    mutant(
+    by_name(
         "an earlier round does not claim what a later one has",
-        *("directory", "if later := [other for other in claims if is_newer(other, mine)]:", "if later := list[str]():"),
-        *("directory", LATER),
+        "directory:Directory._sweep",
+        gets("later", "[]"),
+        seen_by=f"directory::{LATER}",
     ),
-    mutant(
+    by_name(
         "a claim looks again when it has made its folder",
-        *("directory", "while (claims := self._sweep(name)) != [name]:", "while (claims := [name]) != [name]:"),
-        *("directory", "of_claims_at_the_same_time_one_counts_at_most"),
+        "directory:Directory.claim",
+        gets("claims", "[name]"),
+        seen_by="directory::of_claims_at_the_same_time_one_counts_at_most",
     ),
     mutant(
         "what was staged cannot be renamed by its former folder",
@@ -50,25 +55,28 @@ MUTANTS = (
         *("directory", "check_current(current, f", "(lambda *_: None)(current, f"),
         *("directory", "nothing_is_published_once_the_round_is_over"),
     ),
-    mutant(
+    by_name(
         "a round that is over claims nothing",
-        *("directory", "check_current(current, self.path)", "pass"),
-        *("directory", "nothing_is_published_once_the_round_is_over"),
+        "directory:Directory.claim",
+        without("check_current"),
+        seen_by="directory::nothing_is_published_once_the_round_is_over",
     ),
     mutant(
         "one process writes a directory without an agent",
         *("directory", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
         *("directory", "a_directory_that_another_process_writes_is_refused"),
     ),
-    mutant(
+    by_name(
         "an entry of the log is put where none is",
-        *("objects", 'self._pipe(path, data, "create")', "self._pipe(path, data)"),
-        *("objects", "a_publisher_that_freezes_before_its_put_publishes_nothing[memory]"),
+        "objects:ObjectDirectory._put",
+        instead_of("_pipe", "self._pipe(path, data)"),
+        seen_by="objects::a_publisher_that_freezes_before_its_put_publishes_nothing[memory]",
     ),
-    mutant(
+    by_name(
         "who is not the last to claim deletes nothing",
-        *("objects", "self._check_holder(claim, entries)  # else", "pass  # else"),
-        *("objects", "an_earlier_round_that_cleans_late_deletes_nothing_of_a_later_one[memory]"),
+        "objects:ObjectDirectory.clean",
+        without("_check_holder"),
+        seen_by="objects::an_earlier_round_that_cleans_late_deletes_nothing_of_a_later_one[memory]",
     ),
     mutant(
         "the log has no gaps",
@@ -76,15 +84,17 @@ MUTANTS = (
         *("objects", "a_gap_in_the_numbers_of_the_trainer_is_none_in_the_log[memory]"),
     ),
     # the order in which the disk has the files, so that a loss of power leaves whole checkpoints
-    mutant(
+    by_name(
         "files are durable before the record",
-        *("files", "            at = end\n        os.fsync(fd)\n", "            at = end\n"),
-        *("interrupted", ORDER),
+        "files:write_file",
+        without("fsync"),
+        seen_by=f"interrupted::{ORDER}",
     ),
-    mutant(
+    by_name(
         "the record is durable before the rename",
-        *("files", "at += os.write(fd, data[at:])\n        os.fsync(fd)\n", "at += os.write(fd, data[at:])\n"),
-        *("interrupted", ORDER),
+        "files:write_small",
+        without("fsync"),
+        seen_by=f"interrupted::{ORDER}",
     ),
     mutant(
         "the names are durable before the rename",
@@ -107,7 +117,12 @@ MUTANTS = (
         *("claims", "one.commit.sequence if one.commit else -1, one.name", "one.commit.step if one.commit else -1, one.name"),
         *("directory", "newest_is_what_was_published_last_not_the_highest_step"),
     ),
-    mutant("one checkpoint remains", "claims", "max(keep, 1)", "max(keep, 0)", "directory", "the_newest_remain"),
+    by_name(
+        "one checkpoint remains",
+        "claims:outdated",
+        instead_of("max", "max(keep, 0)"),
+        seen_by="directory::the_newest_remain",
+    ),
     mutant(
         "a file of the size and other bytes is damaged",
         *("record", 'digest.hexdigest() == expected.sha256 if look == "sha256"', 'digest.hexdigest() if look == "sha256"'),
@@ -128,21 +143,24 @@ MUTANTS = (
         *("directory", "os.unlink(os.path.join(staged, name))", "os.path.join(staged, name)"),
         *("directory", "what_no_rank_has_reported_is_not_published"),
     ),
-    mutant(
+    by_name(
         "chunks lie within their tensor",
-        *("tensors", "if not within(box, shape) or", "if"),
-        *("command", "a_tensor_that_is_out_of_range_is_refused"),
+        "tensors:_chunk",
+        never("within"),
+        seen_by="command::a_tensor_that_is_out_of_range_is_refused",
     ),
-    mutant(
+    by_name(
         "chunks do not overlap",
-        *("tensors", " or (len(boxes) > 1 and overlapping(boxes)):", ":"),
-        *("command", "a_tensor_that_is_out_of_range_is_refused"),
+        "tensors:check_chunks",
+        never("overlapping"),
+        seen_by="command::a_tensor_that_is_out_of_range_is_refused",
     ),
     # images and the writer
-    mutant(
+    by_name(
         "an image that changes is not complete",
-        *("image", "        _COMPLETE.pack_into(self.memory, _AT_COMPLETE, 0)", "        pass"),
-        *("image", "an_image_is_complete_from_its_finish_to_the_next_begin"),
+        "image:Image.begin",
+        without("_COMPLETE.pack_into"),
+        seen_by="image::an_image_is_complete_from_its_finish_to_the_next_begin",
     ),
     mutant(
         "memory that can shrink is no image",
@@ -154,10 +172,11 @@ MUTANTS = (
         *("writer", "if image.description() != description:", "if image.description() is description:"),
         *("writer", "an_image_that_changes_while_it_is_written_does_not_count"),
     ),
-    mutant(
+    by_name(
         "a rank whose write failed leaves no files",
-        *("writer", "directory.discard(claim, step, [*description.write, *more])", "pass"),
-        *("writer", "a_write_that_fails_leaves_nothing_of_this_rank"),
+        "writer:_write",
+        without("discard"),
+        seen_by="writer::a_write_that_fails_leaves_nothing_of_this_rank",
     ),
 )
 
