@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.mutants import Mutant, copy, each, failing, mutants_in, unnoticed
+from tests.support.changes import instead_of, never, without
+from tests.support.mutants import Mutant, copy, each, failing, mutants_in, named_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
 
 
 mutant = mutants_in("elastirun/checkpoint", "tests/checkpoint")
+by_name = named_in("elastirun/checkpoint", "tests/checkpoint")
 LATER = "what_a_later_round_has_claimed_an_earlier_one_cannot_change"
 ORDER = "the_order_of_the_calls_survives_a_loss_of_power"
 RECORD, NAMES = "write_small(os.path.join(staged, COMMIT), encode(commit))\n", "sync_folder(staged)\n"
@@ -59,10 +61,11 @@ MUTANTS = (
         *("directory", "check_current(current, f", "(lambda *_: None)(current, f"),
         *("directory", "nothing_is_published_once_the_round_is_over"),
     ),
-    mutant(
+    by_name(
         "a round that is over claims nothing",
-        *("directory", "check_current(current, self.path)", "pass"),
-        *("directory", "nothing_is_published_once_the_round_is_over"),
+        "directory:Directory.claim",
+        without("check_current"),
+        seen_by="directory::nothing_is_published_once_the_round_is_over",
     ),
     mutant(
         "one process writes a directory without an agent",
@@ -120,7 +123,12 @@ MUTANTS = (
         *("claims", "one.commit.sequence if one.commit else -1, one.name", "one.commit.step if one.commit else -1, one.name"),
         *("directory", "newest_is_what_was_published_last_not_the_highest_step"),
     ),
-    mutant("one checkpoint remains", "claims", "max(keep, 1)", "max(keep, 0)", "directory", "the_newest_remain"),
+    by_name(
+        "one checkpoint remains",
+        "claims:outdated",
+        instead_of("max", "max(keep, 0)"),
+        seen_by="directory::the_newest_remain",
+    ),
     mutant(
         "a file of the size and other bytes is damaged",
         *("record", 'digest.hexdigest() == expected.sha256 if look == "sha256"', 'digest.hexdigest() if look == "sha256"'),
@@ -141,21 +149,24 @@ MUTANTS = (
         *("directory", "self.backend.discard(claim, commit.step, sizes", "(lambda *_: None)(claim, commit.step, sizes"),
         *("directory", "what_no_rank_has_reported_is_not_published"),
     ),
-    mutant(
+    by_name(
         "chunks lie within their tensor",
-        *("tensors", "if not within(box, shape) or", "if"),
-        *("command", "a_tensor_that_is_out_of_range_is_refused"),
+        "tensors:_chunk",
+        never("within"),
+        seen_by="command::a_tensor_that_is_out_of_range_is_refused",
     ),
-    mutant(
+    by_name(
         "chunks do not overlap",
-        *("tensors", " or (len(boxes) > 1 and overlapping(boxes)):", ":"),
-        *("command", "a_tensor_that_is_out_of_range_is_refused"),
+        "tensors:check_chunks",
+        never("overlapping"),
+        seen_by="command::a_tensor_that_is_out_of_range_is_refused",
     ),
     # images and the writer
-    mutant(
+    by_name(
         "an image that changes is not complete",
-        *("image", "        _COMPLETE.pack_into(self.memory, _AT_COMPLETE, 0)", "        pass"),
-        *("image", "an_image_is_complete_from_its_finish_to_the_next_begin"),
+        "image:Image.begin",
+        without("_COMPLETE.pack_into"),
+        seen_by="image::an_image_is_complete_from_its_finish_to_the_next_begin",
     ),
     mutant(
         "memory that can shrink is no image",

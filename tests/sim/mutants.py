@@ -26,7 +26,7 @@ def histories(copy: Path, one: Mutant, *options: str) -> str:
     """Return what ``python -m tests.sim`` says about the mutant, in the copy of the package."""
     path = one.path(copy)
     original = path.read_text()
-    path.write_text(original.replace(one.old, one.new))
+    path.write_text(one.broken(original))
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "tests.sim", "--brief", *options]
     try:

@@ -22,6 +22,7 @@ from py_compile import PycInvalidationMode
 
 import pytest
 
+from tests.support.changes import Change, changed
 from tests.support.worlds import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,10 @@ PATIENCE = 15.0  # seconds that a test waits for what does not come without the 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``rule`` is broken when ``old``, which stands once in ``<folder>/<module>.py``, becomes ``new``; then ``test`` fails."""
+    """``rule`` is broken in ``<folder>/<module>.py`` by ``changes`` of what has the qualified ``name``; then ``test`` fails.
+
+    Without ``changes`` the rule is broken when ``old``, which stands once in the module, becomes ``new``.
+    """
 
     rule: str
     module: str
@@ -42,6 +46,15 @@ class Mutant:
     new: str
     test: str  # pytest's name of it
     folder: str = ""
+    name: str = ""
+    changes: tuple[Change, ...] = ()
+
+    def broken(self, source: str) -> str:
+        """Return the ``source`` of the module without the rule."""
+        if self.changes:
+            return changed(source, self.name, self.changes)
+        assert source.count(self.old) == 1, f"{self.rule}: give the mutant the line that holds the rule now"
+        return source.replace(self.old, self.new)
 
     def path(self, root: Path) -> Path:
         return root / self.folder / f"{self.module}.py"
@@ -52,6 +65,17 @@ def mutants_in(folder: str, tests: str) -> Callable[[str, str, str, str, str, st
 
     def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
         return Mutant(rule, module, old, new, f"{tests}/test_{file}.py::test_{test}", folder)
+
+    return mutant
+
+
+def named_in(folder: str, tests: str) -> Callable[..., Mutant]:
+    """Return a function that makes mutants by name: ``where`` is ``module:Class.function``, with dots for folders."""
+
+    def mutant(rule: str, where: str, *changes: Change, seen_by: str) -> Mutant:
+        module, _, name = where.partition(":")
+        file, _, test = seen_by.partition("::")
+        return Mutant(rule, module.replace(".", "/"), "", "", f"{tests}/test_{file}.py::test_{test}", folder, name, changes)
 
     return mutant
 
@@ -124,8 +148,7 @@ def failing(copy: Path, mutants: Sequence[Mutant]) -> str:
 def run_mutant(copy: Path, path: Path, one: Mutant) -> Outcome:
     """Run the test of ``one`` with its change of ``path``, which is in ``copy``."""
     original = path.read_text()
-    assert original.count(one.old) == 1, f"{path.name} has changed: give the mutant the line that holds the rule now"
-    path.write_text(original.replace(one.old, one.new))
+    path.write_text(one.broken(original))
     try:
         return run(copy, one.test, TEST_PATIENCE=f"{PATIENCE:g}")
     finally:
