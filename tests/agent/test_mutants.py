@@ -360,7 +360,7 @@ MUTANTS = (
     mutant(
         "no rank is missed where nothing tells the ranks apart",
         *("hangs/causes", "[] if verdict.how in (UNCLEAR, WAITING) else ", ""),
-        *("hang_causes", "who_is_not_where_failed_peers_have_waited_is_missed[running1-victims1-named1]"),
+        *("hang_causes", "who_is_not_where_failed_peers_have_waited_is_missed[running2-victims2-named2]"),
     ),
     mutant(
         "no rank is missed whose stack is not known",
