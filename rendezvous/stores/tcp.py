@@ -69,11 +69,11 @@ class TcpStore:
         with _translated(f"cannot connect to the store at {address}:{port}"):
             self._connection = tcp_wire.Connection(address, port, limit or ANSWER_LIMIT)
         try:
-            with _translated(f"no answer of the store at {address}:{port}"):
-                self._connection.greet()
-        except StoreError:
+            self._connection.greet()
+        except (OSError, ValueError) as error:
             self.close()
-            raise
+            what = f"no answer of the store at {address}:{port}: {error}"
+            raise StoreError(what if isinstance(error, OSError) else f"what listens at {address}:{port} is no TCPStore") from None
 
     def give_time(self, limit: float) -> None:
         """Wait for each further answer for ``limit`` seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -375,6 +376,7 @@ def test_a_take_over_goes_before_another_look() -> None:
     machine.store._failover.answered(Sync(), answer(votes=votes("abcd")), RECORD)
     assert [action for action in machine.step(Tick(0.2)) if isinstance(action, Sync) and action.look], "it looks where the job was started"
     machine.store._link.schedule.under_way = False
+    machine.store._link.schedule.due = math.inf  # else the store in use would have its turn anyhow
     machine.store._failover.unanswered(None, 20.0)
     (asked,) = [action for action in machine.step(Tick(20.0)) if isinstance(action, Sync)]
     assert asked.change is not None and asked.change.record.term == 1

@@ -1056,7 +1056,7 @@ MUTANTS = (
     mutant(
         "a node goes back to the store that it gave up, where that has gone on",
         *("failover/succession", "if self.at is None or not self.undecided or place != self._before or", "if True or"),
-        *("split", "after_a_split_into_single_nodes_all_are_in_one_round_again[3-1-12]"),
+        *("split", "a_node_goes_back_from_its_own_store_to_the_one_that_has_gone_on"),
     ),
     mutant(
         "it goes back to the last store that was decided and to no other",
