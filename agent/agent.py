@@ -256,7 +256,7 @@ class Agent:
                 self._tracker.lost_peers(end)
 
     def worker_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str], seconds: float) -> None:
-        """Report a worker that has made no progress for ``seconds``. It is killed when the workers are stopped, see ``_stop``.
+        """Report a worker that has made no progress for ``seconds``. It is killed when the workers are stopped, see ``_judge_before_stop``.
 
         Its peers may fail as soon as it ends, and should not be reported before it.
         """
@@ -339,18 +339,11 @@ class Agent:
         if self._tracker.stopped:  # the second request for the same round: the stop must be shorter
             self._workers.stop(action.within or 0.0)
             return
-        assert self._round is not None
-        if action.victim and not any(map(self._live.is_live, self._workers.pids)):
-            self._look_whom_others_missed()
-        self._tracker.before_stop(self._workers.alive)
-        for local_rank in self._tracker.hung:
-            self._workers.kill(local_rank)
+        self._judge_before_stop(action.victim)
         pids = [process.pid for process in self._workers.processes.values()]
-        asked = [] if self._signum else self._live.park(pids, self._round.number)
+        asked = [] if self._signum or self._round is None else self._live.park(pids, self._round.number)
         all_asked = bool(asked) and len(asked) == len(pids)
-        timing = self._config.timing
-        grace = timing.grace if action.planned and not all_asked else timing.failure_grace
-        grace = grace if action.within is None else min(grace, action.within)
+        grace = self._grace(action, saves=not all_asked)
         for part in self._parts:
             part.round_stops(action, grace)
         if not self._workers.running and not self._workers.left_running:
@@ -361,6 +354,20 @@ class Agent:
         self._workers.stop(grace, self._stop_signal(), asked)
         if not all_asked:
             self._console.start_dropping()  # after the signal, so that there is room for their last output
+
+    def _grace(self, action: Stop, saves: bool) -> float:
+        """Return the seconds that the workers have. ``saves``: some are not parked, and may save a checkpoint at a planned stop."""
+        timing = self._config.timing
+        grace = timing.grace if action.planned and saves else timing.failure_grace
+        return grace if action.within is None else min(grace, action.within)
+
+    def _judge_before_stop(self, victim: bool) -> None:
+        """Note what the workers show before the stop changes it, and kill those that were found to hang. ``victim``: as in ``Stop``."""
+        if victim and not any(map(self._live.is_live, self._workers.pids)):
+            self._look_whom_others_missed()
+        self._tracker.before_stop(self._workers.alive)
+        for local_rank in self._tracker.hung:
+            self._workers.kill(local_rank)
 
     def _look_whom_others_missed(self) -> None:
         """Take the stacks of the workers here before they are stopped: peers have failed, probably for having waited for one of them."""

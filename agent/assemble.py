@@ -65,7 +65,7 @@ class Hears(Protocol):
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of one agent. ``parts``: those that take notice of rounds, in the order in which they are told."""
+    """The parts of one agent. ``parts``: all that hear of rounds, in the order in which the agent tells them."""
 
     console: Console
     tree: ProcessTree

@@ -32,12 +32,12 @@ class Event:
 
 @dataclass(frozen=True)
 class State(Event, kind="state"):
-    """This node does something else from now on, or since a while: the past is told again when more is known of it."""
+    """This node has changed its state, now or some time ago: when a round began and ended to train is known late."""
 
     state: NodeState
-    ago: float  # seconds before this event since when; what earlier events told of the time since then does not count
-    round: int  # whose workers run here, or ran last; 0: none yet. Between two rounds: the last one that has ended
-    cause: str  # why that round has ended early, if it has; while it runs: why the one before has; empty: none has
+    ago: float  # seconds from the change to this event; it replaces what earlier events told of this time
+    round: int  # the round whose workers run here, or ran last; 0: none yet
+    cause: str  # of the early end of ``round``, or while that runs, of the one before; empty: that did not end early
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class NodeState(str, Enum):
     JOINING = "joining"
     SITTING_OUT = "sitting_out"
     FINISHING = "finishing"
-    # what only other nodes can say of it
+    # States that only other nodes can know.
     SPARE = "spare"
     LEFT = "left"
     LOST = "lost"

@@ -65,7 +65,8 @@ class LocalSocket(Part):
             self.path = f"{self.folder}/{NAME}"
         except OSError as error:
             self.close()
-            self.trouble = f"workers cannot ask whether their round is current: no socket in a temporary folder: {error.strerror}"
+            what = "workers cannot ask whether their round is current, nor keep checkpoints in memory"
+            self.trouble = f"{what}: no socket in a temporary folder: {error.strerror}; set TMPDIR to a folder that can be written"
             self.folder = ""
 
     def serve(self, word: str, answer: Callable[[Client, str], None]) -> None:

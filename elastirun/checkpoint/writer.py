@@ -56,7 +56,7 @@ MAX_KEEP = 1_000_000  # checkpoints
 MAX_LINE = 500  # characters of an error
 LIMIT = 30.0  # seconds until a failure is reported: longer than most restarts of a file server, shorter than most intervals of saves
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts; each pause is twice as long as the one before
-# What does not pass before somebody corrects a path or a permission.
+# Errors that stay until somebody corrects a path or a permission: no write is tried again.
 LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 LASTING |= {errno.EFBIG, errno.EINVAL}
 _T = TypeVar("_T")

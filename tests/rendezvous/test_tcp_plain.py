@@ -95,8 +95,9 @@ def test_who_watches_hears_of_what_it_replaces(server: Server, plain: TcpStore, 
 
 def test_what_is_no_tcpstore_or_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "ANSWER_LIMIT", 0.3)
-    with something_else(b"SSH-2.0-OpenSSH_9.2\r\n") as where, pytest.raises(StoreError, match="^what listens at 127.0.0.1:[0-9]+ is no TCPStore$"):
-        TcpStore(*where)
+    with something_else(b"SSH-2.0-OpenSSH_9.2\r\n") as where:
+        with pytest.raises(StoreError, match="^what listens at 127.0.0.1:[0-9]+ is no TCPStore$"):
+            TcpStore(*where)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         with pytest.raises(StoreError, match="no answer"):
             TcpStore(*mute.getsockname())

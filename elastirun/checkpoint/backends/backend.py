@@ -8,7 +8,7 @@ from typing import IO, Protocol
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.record import Commit, FileSum
 
-# What is called with the place, for messages, and the sizes of the files that were written aside; what it raises ends the publish.
+# A check before a publish. Arguments: where the files are, for messages, and the size of each. An exception ends the publish.
 Check = Callable[[str, Mapping[str, int]], None]
 
 
