@@ -98,9 +98,10 @@ class Directory:
     def exists(self) -> bool:
         """Return whether there is a directory."""
         try:
-            return self.backend.checkpoints() is not None
+            next(iter(self.backend.checkpoints()), None)
         except FileNotFoundError:
             return False
+        return True
 
     def file(self, found: Found, name: str) -> str:
         """Return the path or URL of one file of a checkpoint."""

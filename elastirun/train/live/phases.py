@@ -15,6 +15,3 @@ class Phase(str, Enum):
     JOINING = "it makes the steps of the others without weight, and gets their state"
     TRAINING = "it trains"
     LATE = "it has the state of the others, and goes on in its script until it is where they are"
-
-
-FIXED, LEFT, MEETING, REHEARSING, JOINING, TRAINING, LATE = Phase
