@@ -111,6 +111,7 @@ nightly: venv
 
 lint: venv
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check --quiet .
 	$(BIN)/python -m mypy
 
 venv: $(STAMP)

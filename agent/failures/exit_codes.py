@@ -34,31 +34,36 @@ class ExitCode(enum.IntEnum):
 
     OK = 0, "all workers succeeded", "every worker of the last round succeeded", "nothing: the job is complete"
     FAILED = (
-        1, "a worker failed and no restart was left",
+        1,
+        "a worker failed and no restart was left",
         "the job failed: a worker failed, and `--max-restarts` is spent, `--fail-fast` applies, or `elastirun.train` "
         "has refused what the script asks for, as it would again; "
         "with `--exit-code-from-worker` that worker's own code instead, 128 + n for signal n",
         "fail the job; the failure report has the cause",
     )
     USAGE = (
-        2, "wrong use, nothing was started",
-        "wrong use: the command line or a variable; nothing was started", "fail the job; correct the command",
+        2,
+        "wrong use, nothing was started",
+        "wrong use: the command line or a variable; nothing was started",
+        "fail the job; correct the command",
     )
     ENVIRONMENT = (
-        3, "the script or torch is missing, or the nodes were started differently",
-        "no node can carry it out: the script, torch or a package is missing; "
-        "or this node's settings or token differ from the job's",
+        3,
+        "the script or torch is missing, or the nodes were started differently",
+        "no node can carry it out: the script, torch or a package is missing; or this node's settings or token differ from the job's",
         "fail the job; correct what the last line names",
     )
     PEERS_LOST = 200, "peers were lost and did not come back", "peers were lost, and too few came back within `--join-timeout`", "retry"
     RENDEZVOUS = (
-        201, "too few nodes came, or the rendezvous was lost",
+        201,
+        "too few nodes came, or the rendezvous was lost",
         "no rendezvous: too few nodes within `--join-timeout`, the store refused this node, or the store, or too many nodes of the last "
         "round, could not be reached for `--store-grace`",
         "retry; if it repeats, see whether all nodes start and reach the endpoint",
     )
     SICK = (
-        202, "this node is sick",
+        202,
+        "this node is sick",
         "this node is sick: no worker can be started (no process, descriptor, memory, disk space or thread is left, "
         "torch sees no GPU, a port is in use, the log folder cannot be made), "
         "or a worker hangs in the kernel and cannot be killed",
@@ -66,7 +71,9 @@ class ExitCode(enum.IntEnum):
     )
     BUG = 203, "a bug in elastirun", "a bug in elastirun; the workers had their grace period", "retry; please report the traceback"
     EXCLUDED = (
-        204, "another node has this one's rank", "this node is excluded: another node holds its fixed `--node-rank`",
+        204,
+        "another node has this one's rank",
+        "this node is excluded: another node holds its fixed `--node-rank`",
         "retry when the other node has ended, or give each node a `--node-rank` of its own",
     )
 

@@ -208,4 +208,3 @@ class HangWatch(Part):
                 why = " (stopped by a signal)" if worker.stopped else ""
                 note = f"hung: no step for {seconds:.0f} s{why}"
                 self._on_hung(worker.local_rank, blame, note, causes.traceback(worker), seconds)
-

@@ -166,9 +166,7 @@ def own_names(hosts: Path = Path("/etc/hosts")) -> tuple[tuple[str, ...], tuple[
     return tuple(dict.fromkeys(n for n in names if n and not _is_localhost(n))) or (name,), addresses
 
 
-def explain_no_host(
-    endpoint: Endpoint, names: Iterable[str], addresses: Iterable[str], option: str = "--rdzv-endpoint"
-) -> str:
+def explain_no_host(endpoint: Endpoint, names: Iterable[str], addresses: Iterable[str], option: str = "--rdzv-endpoint") -> str:
     """Return one line for people when no node hosts the store. ``names``, ``addresses``: this machine's, see ``own_names``."""
     host = endpoint.host
     found = resolve(host)

@@ -50,11 +50,7 @@ class Sweep:
 
     def _find(self) -> list[proc.Process]:
         table = proc.everything()
-        tops = [
-            process
-            for process in table.values()
-            if process.parent in self._parents and process.session not in self._outside
-        ]
+        tops = [process for process in table.values() if process.parent in self._parents and process.session not in self._outside]
 
         def is_left(top: proc.Process, ours: kills.Table) -> bool:
             owner = self._owner(top) if kills.has_own_session(top, table, ours) else None

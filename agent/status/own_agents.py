@@ -57,9 +57,7 @@ def ask(path: str) -> OwnAgent | None:
         return None
 
 
-def _steps(
-    rank: Any, local_rank: Any, steps: Any, seconds_since_step: Any, steps_per_second: Any, times_median: Any
-) -> WorkerSteps:
+def _steps(rank: Any, local_rank: Any, steps: Any, seconds_since_step: Any, steps_per_second: Any, times_median: Any) -> WorkerSteps:
     rate, slowness = (None if number is None else float(number) for number in (steps_per_second, times_median))
     return WorkerSteps(int(rank), int(local_rank), int(steps), float(seconds_since_step), rate, slowness)
 
@@ -81,4 +79,3 @@ def _is_ours(path: str) -> bool:
     except (OSError, ValueError):
         return False
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
-

@@ -141,4 +141,3 @@ class LeftRunning:
         os.close(process.pidfd)
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
-

@@ -48,10 +48,7 @@ def align(events: Sequence[Event]) -> list[AgentEvents]:
         if first not in jobs:
             jobs[first], shifts[first] = len({*jobs.values()}), 0.0
             _place_others(first, starts, by_fence, jobs, shifts)
-    found = [
-        AgentEvents(node, own[0].event.name, jobs[node], shifts[node], _shifted(own, shifts[node]))
-        for node, own in timed.items()
-    ]
+    found = [AgentEvents(node, own[0].event.name, jobs[node], shifts[node], _shifted(own, shifts[node])) for node, own in timed.items()]
     return sorted(found, key=lambda agent: agent.events[0].at)
 
 

@@ -12,10 +12,7 @@ from torch import Tensor
 @functools.cache
 def is_sharded_type(kind: type) -> bool:
     """Return whether tensors of this type are DTensors."""
-    return any(
-        base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
-        for base in kind.__mro__
-    )
+    return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed") for base in kind.__mro__)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -39,9 +36,7 @@ def with_part(like: Any, part: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
-        return DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def placed_as(like: Any, grad: Any) -> Tensor:
@@ -49,9 +44,5 @@ def placed_as(like: Any, grad: Any) -> Tensor:
 
     A gradient whose parts are still to be added up needs all ranks of the mesh here.
     """
-    found: Tensor = (
-        grad.redistribute(placements=like.placements)
-        if is_sharded(grad) and grad.placements != like.placements
-        else grad
-    )
+    found: Tensor = grad.redistribute(placements=like.placements) if is_sharded(grad) and grad.placements != like.placements else grad
     return found

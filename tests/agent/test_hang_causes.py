@@ -137,7 +137,7 @@ def test_the_main_thread_is_found_in_what_faulthandler_writes(tmp_path: Path) ->
     other.join()
     assert text.count("most recent call first") >= 2
     assert hang_causes.main_stack(text)[0][2] == "test_the_main_thread_is_found_in_what_faulthandler_writes"
-    assert hang_causes.main_stack("x" * 5000 + "\n  File \"a\", line 1 in b\n") == (), "no thread has begun"
+    assert hang_causes.main_stack("x" * 5000 + '\n  File "a", line 1 in b\n') == (), "no thread has begun"
 
 
 def test_a_stack_is_told_in_a_line_and_as_a_traceback() -> None:

@@ -68,9 +68,7 @@ def test_another_process_is_not_compared() -> None:
     assert [one.window(*SLOW, pid=number) for number in range(2, 9)] == [[]] * 7
 
 
-@pytest.mark.parametrize(
-    ("visible", "local_rank", "device"), [("0,3", 1, "GPU 3"), ("GPU-5fe", 2, "GPU GPU-5fe"), ("4,5", 7, "GPU 7")]
-)
+@pytest.mark.parametrize(("visible", "local_rank", "device"), [("0,3", 1, "GPU 3"), ("GPU-5fe", 2, "GPU GPU-5fe"), ("4,5", 7, "GPU 7")])
 def test_the_device_of_a_worker(visible: str, local_rank: int, device: str) -> None:
     assert device_of({"CUDA_VISIBLE_DEVICES": visible}, local_rank) == device
 

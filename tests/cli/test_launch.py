@@ -115,7 +115,7 @@ def test_what_cannot_be_launched_is_one_line(tmp_path: Path) -> None:
 
 def test_a_script_without_a_guard_is_told_so_by_the_standard_library(tmp_path: Path) -> None:
     done = run(tmp_path, script="import elastirun\ndef work(): pass\nelastirun.launch(work)\n")
-    assert done.returncode == 1 and 'if __name__ == \'__main__\':' in done.stderr
+    assert done.returncode == 1 and "if __name__ == '__main__':" in done.stderr
 
 
 def test_the_start_method_of_the_caller_stays_unchosen() -> None:

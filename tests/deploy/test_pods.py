@@ -35,9 +35,7 @@ class FakePodman:
         ("", 125, (125, False)),
     ],
 )
-def test_a_container_that_never_started_has_failed(
-    tmp_path: Path, state: str, code: int, wanted: tuple[int, bool]
-) -> None:
+def test_a_container_that_never_started_has_failed(tmp_path: Path, state: str, code: int, wanted: tuple[int, bool]) -> None:
     podman, told = FakePodman(state, code), list[Pod]()
     cluster = SimpleNamespace(new_address=lambda: "10.0.0.2", folder=tmp_path, podman=podman)
     pod = Pod(cast(Any, SimpleNamespace(name="job", cluster=cluster, tell=told.append)), 0)

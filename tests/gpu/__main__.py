@@ -212,9 +212,7 @@ def left(results: Results, machine: Machine) -> list[Part]:
 
     def passed(part: Part) -> bool:
         found = results.get(part.name, {})
-        same = [
-            found.get(what) for what in ("machine", "versions", "commit")
-        ] == here and machine.commit != UNKNOWN
+        same = [found.get(what) for what in ("machine", "versions", "commit")] == here and machine.commit != UNKNOWN
         return same and found["verdict"] == PASSED
 
     return [part for part in PARTS if not passed(part)]
@@ -223,9 +221,7 @@ def left(results: Results, machine: Machine) -> list[Part]:
 def summary(run: Run, chosen: Sequence[Part], seconds: float) -> str:
     """Return a line for each part, with its figures or the end of its output, in fewer than 4,000 characters."""
     machine = run.machine
-    head = f"{machine.name}; {machine.versions}; {machine.commit}; {seconds:.0f} s" + (
-        "" if machine.gpu else "; a dry run"
-    )
+    head = f"{machine.name}; {machine.versions}; {machine.commit}; {seconds:.0f} s" + ("" if machine.gpu else "; a dry run")
     verdicts = [run.now[part.name]["verdict"] for part in chosen]
     kinds = (PASSED, FAILED, LATE, SKIPPED, MISSING)
     end = ", ".join(f"{verdicts.count(one)} {one}" for one in kinds if one in verdicts)
@@ -264,20 +260,12 @@ def hold(folder: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tests/gpu/run.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="tests/gpu/run.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(part.name for part in PARTS)
-    parser.add_argument(
-        "--parts", nargs="+", default=[], metavar="NAME", help=f"'left', or some of: {names}; default: all"
-    )
+    parser.add_argument("--parts", nargs="+", default=[], metavar="NAME", help=f"'left', or some of: {names}; default: all")
     into = ROOT / "runs" / "gpu"
-    parser.add_argument(
-        "--folder", type=Path, default=into, help="for gpu.json and each part's output; default: runs/gpu"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="for everything; default: %(default).0f"
-    )
+    parser.add_argument("--folder", type=Path, default=into, help="for gpu.json and each part's output; default: runs/gpu")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything; default: %(default).0f")
     chosen = parser.parse_args(arguments)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     began = time.monotonic()
@@ -293,17 +281,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BlockingIOError:
         parser.error(f"--folder: another run uses {folder}; wait for its end, or give another folder")
     except (OSError, ValueError) as error:
-        parser.error(
-            f"{error}; parts are: {names}" if isinstance(error, ValueError) else f"--folder: {error}"
-        )
+        parser.error(f"{error}; parts are: {names}" if isinstance(error, ValueError) else f"--folder: {error}")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, run.stop)
     say(f"{machine.name}; {machine.versions}; {machine.commit}")
     if not machine.gpu and Path("/dev/nvidia0").exists():
-        say(
-            "torch sees no GPU, though there is one: is CUDA_VISIBLE_DEVICES set, and is this torch's CUDA that of the driver?"
-        )
+        say("torch sees no GPU, though there is one: is CUDA_VISIBLE_DEVICES set, and is this torch's CUDA that of the driver?")
     if not wanted:
         say("no part is left")
         return 0

@@ -45,9 +45,7 @@ from benchmarks.checkpoint import await_end, dcp_load, forget, torch_save
 from elastirun.train import Checkpointer
 from tests.support.gpu import BOTH, DEVICE, HERE, figure, share, synchronize
 
-WIDTH, LAYERS = (
-    (2048, 24) if HERE else (256, 6)
-)  # on a GPU 100.7 M parameters: 1.21 GB of float32 with the moments
+WIDTH, LAYERS = (2048, 24) if HERE else (256, 6)  # on a GPU 100.7 M parameters: 1.21 GB of float32 with the moments
 SAMPLES = 1024 if HERE else 8  # of a step
 QUIET = 15  # steps before each save
 PREPARE = 3.0 if HERE else 0.2  # seconds of training before the first save
@@ -57,9 +55,7 @@ ENOUGH = 60.0  # seconds after the start: later, FSDP2's state is saved in our w
 SCALE = 1e3 * 1e8  # divided by bytes: from seconds to milliseconds per 100 MB
 
 State = dict[str, Tensor]
-Waits = tuple[
-    Callable[[], Any], Callable[[], Any]
-]  # until the state may change; until the disk has everything
+Waits = tuple[Callable[[], Any], Callable[[], Any]]  # until the state may change; until the disk has everything
 
 
 class Way(Protocol):
@@ -148,9 +144,7 @@ class Dcp:
 
     def save(self, number: int, state: State) -> Waits:
         path = f"{self.folder}/{number}"
-        done: Any = dcp.async_save(
-            state, checkpoint_id=path, process_group=self._group, async_stager=self._stager
-        )
+        done: Any = dcp.async_save(state, checkpoint_id=path, process_group=self._group, async_stager=self._stager)
         if hasattr(done, "staging_completion"):
             return done.staging_completion.result, done.upload_completion.result
         return nothing, done.result
@@ -166,9 +160,7 @@ class Dcp:
 
 def pinned() -> AsyncStager:
     # Not in shared memory: only DCP's process needs that, and /dev/shm is small in containers.
-    return DefaultStager(
-        StagingOptions(HERE, False, True, HERE)
-    )  # pinned, shared, in a thread, copies that do not wait
+    return DefaultStager(StagingOptions(HERE, False, True, HERE))  # pinned, shared, in a thread, copies that do not wait
 
 
 def cached() -> AsyncStager:
@@ -331,9 +323,7 @@ def load_once(way: Way, state: State, expected: Sequence[Tensor]) -> float:
 
 
 def spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
-    low, middle, high = (
-        f"{scale * value:.{digits}f}" for value in (min(values), median(values), max(values))
-    )
+    low, middle, high = (f"{scale * value:.{digits}f}" for value in (min(values), median(values), max(values)))
     return f"{middle} ({low} to {high}, {len(values)})"
 
 
@@ -356,22 +346,16 @@ def later(times: Times) -> float:
 
 def best(times: dict[str, Times]) -> str:
     """Return the way of DCP that blocks least, after its first save; empty if each has failed."""
-    return min(
-        (name for name in times if name.startswith("dcp")), key=lambda name: later(times[name]), default=""
-    )
+    return min((name for name in times if name.startswith("dcp")), key=lambda name: later(times[name]), default="")
 
 
-def blocked_figure(
-    claim: str, times: dict[str, Times], quiet: Sequence[float], scale: float, where: str = ""
-) -> None:
+def blocked_figure(claim: str, times: dict[str, Times], quiet: Sequence[float], scale: float, where: str = "") -> None:
     ours = times[Ours.name]
     values = {"ms_per_100_mb": scale * later(ours), "first_ms_per_100_mb": scale * ours.blocked[0]}
     text = f"{spread(ours.blocked[1:], scale)} ms per 100 MB, the first {scale * ours.blocked[0]:.1f}"
     if name := best(times):
         values["dcp_ms_per_100_mb"] = scale * later(times[name])
-        values["dcp_call_ms_per_100_mb"] = scale * min(
-            median(of.called[1:]) for key, of in times.items() if key.startswith("dcp")
-        )
+        values["dcp_call_ms_per_100_mb"] = scale * min(median(of.called[1:]) for key, of in times.items() if key.startswith("dcp"))
         text += f"; {name} {spread(times[name].blocked[1:], scale)}"
         text += f", the first {scale * times[name].blocked[0]:.1f}"
         if values["dcp_call_ms_per_100_mb"] < 0.9 * values["dcp_ms_per_100_mb"]:
@@ -387,13 +371,9 @@ def blocked_figure(
 
 def restore_figure(times: dict[str, Times], nbytes: int) -> None:
     found = {name: of.loads for name, of in times.items() if of.loads}
-    values = {
-        f"{name.partition(',')[0].replace('.', '_')}_s": median(seconds) for name, seconds in found.items()
-    }
+    values = {f"{name.partition(',')[0].replace('.', '_')}_s": median(seconds) for name, seconds in found.items()}
     text = f"{spread(found.pop(Ours.name), digits=2)} s for {nbytes / 1e9:.2f} GB, no file cached, every bit equal"
-    text += "".join(
-        f"; {name.partition(',')[0]} {spread(seconds, digits=2)} s" for name, seconds in found.items()
-    )
+    text += "".join(f"; {name.partition(',')[0]} {spread(seconds, digits=2)} s" for name, seconds in found.items())
     figure("checkpoint-restore", text, **values)
 
 

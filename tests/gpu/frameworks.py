@@ -94,13 +94,8 @@ def tell(found: list[Found], modes: list[str]) -> None:
         for turn, mode in enumerate(modes):
             seconds = {one.name: one.good[turn].again for one in good}
             times.append(f"{', '.join(f'{value:.1f}' for value in seconds.values())} s {mode}".strip())
-            values |= {
-                f"{name}_{'preload' if mode else 'executed'}_s": round(value, 2)
-                for name, value in seconds.items()
-            }
-        texts.append(
-            f"{names}: killed, first step again after {'; '.join(times)}; ended with 0 ({DEVICE}, {NCCL}, 1 rank)"
-        )
+            values |= {f"{name}_{'preload' if mode else 'executed'}_s": round(value, 2) for name, value in seconds.items()}
+        texts.append(f"{names}: killed, first step again after {'; '.join(times)}; ended with 0 ({DEVICE}, {NCCL}, 1 rank)")
     texts += [f"{one.title} failed: {'; '.join(one.wrong)}" for one in found if one.wrong]
     figure("frameworks", "; ".join(texts), **values)
 

@@ -51,13 +51,9 @@ def commit() -> str:
     """Return the commit of this folder; with a hash of what has changed since, if anything has."""
     if given := os.environ.get("GPU_COMMIT"):
         return given
-    if git("rev-parse", "--show-toplevel").strip() != str(
-        ROOT
-    ):  # a copy without .git, perhaps in another repository
+    if git("rev-parse", "--show-toplevel").strip() != str(ROOT):  # a copy without .git, perhaps in another repository
         return UNKNOWN
-    changes = git("status", "--porcelain") and git("diff", "HEAD") + git(
-        "ls-files", "--others", "--exclude-standard"
-    )
+    changes = git("status", "--porcelain") and git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
     changed = f"-changed-{hashlib.sha256(changes.encode()).hexdigest()[:6]}" if changes else ""
     return git("rev-parse", "--short", "HEAD").strip() + changed
 

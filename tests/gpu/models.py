@@ -29,9 +29,7 @@ class Bottleneck(nn.Module):
             nn.ReLU(inplace=True),
             *convolution(width, after, 1),
         )
-        self.shortcut = (
-            nn.Identity() if before == after else nn.Sequential(*convolution(before, after, 1, stride))
-        )
+        self.shortcut = nn.Identity() if before == after else nn.Sequential(*convolution(before, after, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(self.layers(x) + self.shortcut(x))
@@ -71,15 +69,11 @@ class Layer(nn.Module):
         self.heads = heads
         self.before_attention, self.before_maps = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.maps = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
+        self.maps = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        three = self.attention(self.before_attention(x)).view(
-            rows, length, 3, self.heads, width // self.heads
-        )
+        three = self.attention(self.before_attention(x)).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = three.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(rows, length, width))
@@ -122,9 +116,7 @@ class Case:
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def resnet(
-    label: str, blocks: tuple[int, ...], width: int, classes: int, rows: int, many: int, pixels: int
-) -> Case:
+def resnet(label: str, blocks: tuple[int, ...], width: int, classes: int, rows: int, many: int, pixels: int) -> Case:
     def build() -> nn.Module:
         model = ResNet(blocks, width, classes)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

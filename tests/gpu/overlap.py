@@ -181,9 +181,7 @@ def typical(found: Sequence[Profile]) -> Profile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw a step of each module")
     parser.add_argument(
         "--date",
@@ -194,16 +192,12 @@ def main() -> None:
     if not HERE and not DRY:
         sys.exit(NO_GPU)
     ranks = worlds.run(2, measure, timeout=LIMIT, backend=BOTH)
-    ours, torchs = (
-        summarize([one for rank in ranks for one in rank.profiles[name]]) for name in (OURS, TORCH)
-    )
+    ours, torchs = (summarize([one for rank in ranks for one in rank.profiles[name]]) for name in (OURS, TORCH))
     show(ours, torchs, ranks[0])
     if chosen.svg is not None:
         machine = torch.cuda.get_device_name(0) if HERE else "a CPU in place of the GPU"
         title = f"One backward on rank 0 of 2 that share {machine}; {COMPACT.label}; {chosen.date}"
-        drawn = [
-            (name, typical(ranks[0].profiles[key])) for name, key in (("elastirun", OURS), ("torch", TORCH))
-        ]
+        drawn = [(name, typical(ranks[0].profiles[key])) for name, key in (("elastirun", OURS), ("torch", TORCH))]
         chosen.svg.write_text(draw(title, drawn))
     sys.exit(0 if DRY or ours.hidden >= torchs.hidden - SHORTFALL else 1)
 

@@ -35,11 +35,7 @@ def merge(old: Results, new: Results) -> Results:
     """Return the newer result of each part, of those on a GPU that say something."""
     found = dict(old)
     for name, one in new.items():
-        if (
-            not one["dry"]
-            and one["verdict"] not in NOT_RUN
-            and one["date"] >= found.get(name, one)["date"]
-        ):
+        if not one["dry"] and one["verdict"] not in NOT_RUN and one["date"] >= found.get(name, one)["date"]:
             found[name] = one
     return {part.name: found[part.name] for part in PARTS if part.name in found}
 
@@ -51,9 +47,7 @@ def row(claim: Claim, part: Part, found: dict[str, Any] | None, machines: list[s
     """
     first = f'<a id="{claim.name}"></a>{claim.text}'
     figure = found["figures"].get(claim.name) if found else None
-    if found is None or (
-        figure is None and found["verdict"] == PASSED
-    ):  # a claim that is newer than the result
+    if found is None or (figure is None and found["verdict"] == PASSED):  # a claim that is newer than the result
         return 0, f"| {first} | **not tried yet**: `make gpu GPU_PARTS={part.name}` | | | |"
     machine = f"{found['machine']}; {found['versions']}"
     if machine not in machines:
@@ -70,9 +64,7 @@ def row(claim: Claim, part: Part, found: dict[str, Any] | None, machines: list[s
 def page(results: dict[str, Any]) -> str:
     """Return docs/gpu.md."""
     machines: list[str] = []
-    rows = [
-        (0, f'| <a id="{claim.name}"></a>{claim.text} | **never tried** | | | |') for claim in NEVER_TRIED
-    ]
+    rows = [(0, f'| <a id="{claim.name}"></a>{claim.text} | **never tried** | | | |') for claim in NEVER_TRIED]
     rows += [row(claim, part, results.get(part.name), machines) for part in PARTS for claim in part.claims]
     lines = [text for _, text in sorted(rows, key=lambda row: row[0])]
     end = f"\n![A backward of ours above one of torch's]({PICTURE})\n" if PICTURED in results else ""

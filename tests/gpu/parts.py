@@ -97,8 +97,7 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         (
             Claim(
                 "memory-free",
-                "A worker is killed, ends or fails in a kernel: its GPU memory is free for the next round, also with "
-                "`--preload=torch`",
+                "A worker is killed, ends or fails in a kernel: its GPU memory is free for the next round, also with `--preload=torch`",
                 "test_the_next_round_finds_the_memory",
                 6,
             ),

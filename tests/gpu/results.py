@@ -58,21 +58,13 @@ def figures_of(part: Part, output: str, report: Path, verdict: str) -> dict[str,
 def count(report: Path, claim: Claim) -> dict[str, Any] | None:
     """Return how many tests of ``claim`` passed, by pytest's XML; None if none of them ran."""
     try:
-        cases = [
-            one
-            for one in ElementTree.parse(report).iter("testcase")
-            if str(one.get("name")).startswith(claim.tests)
-        ]
+        cases = [one for one in ElementTree.parse(report).iter("testcase") if str(one.get("name")).startswith(claim.tests)]
     except (OSError, ElementTree.ParseError):  # pytest was ended before it wrote all of it
         return None
     ran = [one for one in cases if one.find("skipped") is None]
     if not ran:
         return None
-    failed = [
-        str(one.get("name"))
-        for one in ran
-        if one.find("failure") is not None or one.find("error") is not None
-    ]
+    failed = [str(one.get("name")) for one in ran if one.find("failure") is not None or one.find("error") is not None]
     passed = len(ran) - len(failed)
     text = f"{passed} of {claim.count} tests" + (f"; failed: {', '.join(failed)}" if failed else "")
     return {"text": text, "values": {"passed": passed, "of": claim.count}, "holds": passed == claim.count}
@@ -98,9 +90,7 @@ def read(path: Path) -> Results:
             if not all([*kinds, *(isinstance(figure["holds"], bool) for figure in figures)]):
                 raise TypeError("a field of another kind")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} does not hold results of tests/gpu ({type(error).__name__}: {error})"
-        ) from None
+        raise ValueError(f"{path} does not hold results of tests/gpu ({type(error).__name__}: {error})") from None
     return dict(results)
 
 

@@ -72,14 +72,10 @@ def wrap(name: str, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Mod
         return DistributedDataParallel(model, process_group=group, transport="group", bucket_cap_mb=cap)
     if name == PLAIN:
         return model
-    return nn.parallel.DistributedDataParallel(
-        model, process_group=group, gradient_as_bucket_view=name == VIEWS
-    )
+    return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=name == VIEWS)
 
 
-def make_variant(
-    module: nn.Module, case: Case, batch: Batch, large: Batch | None = None, half: bool = True
-) -> Variant:
+def make_variant(module: nn.Module, case: Case, batch: Batch, large: Batch | None = None, half: bool = True) -> Variant:
     """Return the variant that trains ``module`` with ``batch``. ``half``: computes in bf16."""
     rate = 1e-7  # parameters stay near their values
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate, fused=True)
@@ -140,9 +136,7 @@ class Agreement:
     def check(self) -> None:
         """Raise RuntimeError if the gradients do not agree, or if any is NaN."""
         if not self.difference <= self.allowed:  # NaN is not, either
-            raise RuntimeError(
-                f"gradients differ by {self.difference:.2%} from torch's, not at most {self.allowed:.2%}"
-            )
+            raise RuntimeError(f"gradients differ by {self.difference:.2%} from torch's, not at most {self.allowed:.2%}")
 
 
 def compare_gradients(variants: dict[str, Variant]) -> Agreement:
@@ -209,9 +203,7 @@ def alone(rank: int, world: int, key: str) -> None:
             taken[name].append(turn(variants[name]))
         if number + 1 >= FEWEST and time.monotonic() > until:
             break
-    host, whole, row = (
-        {name: [values[which] for values in rounds] for name, rounds in taken.items()} for which in range(3)
-    )
+    host, whole, row = ({name: [values[which] for values in rounds] for name, rounds in taken.items()} for which in range(3))
     show_steps(key, row, agreement)
     show_host(key, host, whole, count_all(variants))
     agreement.check()
@@ -257,9 +249,7 @@ def highest(value: float) -> float:
 def profiler() -> torch.profiler.profile:
     """Return a profiler of the host and of the GPU, if there is one."""
     activity = torch.profiler.ProfilerActivity
-    return torch.profiler.profile(
-        activities=[activity.CPU, activity.CUDA] if HERE else [activity.CPU], acc_events=True
-    )
+    return torch.profiler.profile(activities=[activity.CPU, activity.CUDA] if HERE else [activity.CPU], acc_events=True)
 
 
 def events_of(profile: torch.profiler.profile) -> list[Event]:
@@ -304,9 +294,7 @@ def paired(mine: Sequence[float], theirs: Sequence[float]) -> float:
 def beside(times: dict[str, list[float]]) -> str:
     """Return our time with its range, and those of the others with the paired ratios of ours to them."""
     ours = times[OURS]
-    others = [
-        f"{ms(values)} {name} ({paired(ours, values):.3f})" for name, values in times.items() if name != OURS
-    ]
+    others = [f"{ms(values)} {name} ({paired(ours, values):.3f})" for name, values in times.items() if name != OURS]
     return f"{ms(ours)} ms ({spread(ours)}) beside {', '.join(others)}"
 
 
@@ -314,9 +302,7 @@ def values_of(times: dict[str, list[float]]) -> dict[str, float]:
     """Return the medians in ms, and the paired ratios of ours, by names for programs."""
     names = {name: name.replace(" ", "_") for name in times}
     found = {f"{names[name]}_ms": median(values) * 1e3 for name, values in times.items()}
-    ratios = {
-        f"of_{names[name]}": paired(times[OURS], values) for name, values in times.items() if name != OURS
-    }
+    ratios = {f"of_{names[name]}": paired(times[OURS], values) for name, values in times.items() if name != OURS}
     return {name: round(value, 4) for name, value in (found | ratios).items()}
 
 
@@ -325,11 +311,7 @@ def more_kernels(kernels: dict[str, tuple[int, int]]) -> str:
     if len(kernels) < 4:
         return "kernels not counted"
     plain = kernels[PLAIN]
-    above = [
-        f"{name} {found[0] - plain[0]:+} and {found[1] - plain[1]:+}"
-        for name, found in kernels.items()
-        if name != PLAIN
-    ]
+    above = [f"{name} {found[0] - plain[0]:+} and {found[1] - plain[1]:+}" for name, found in kernels.items() if name != PLAIN]
     return f"kernels and copies above the plain model's {plain[0]} and {plain[1]}: {', '.join(above)}"
 
 
@@ -351,11 +333,7 @@ def show_host(
     kernels: dict[str, tuple[int, int]],
 ) -> None:
     rounds, case = len(host[OURS]), CASES[key]
-    counts = {
-        f"{kind}_{name.replace(' ', '_')}": n
-        for name, both in kernels.items()
-        for kind, n in zip(KINDS, both, strict=True)
-    }
+    counts = {f"{kind}_{name.replace(' ', '_')}": n for name, both in kernels.items() for kind, n in zip(KINDS, both, strict=True)}
     figure(
         f"host-{key}",
         f"{beside(host)}; median of {rounds} steps, {case.rows} {case.unit}, until the GPU is done "

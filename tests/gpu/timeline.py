@@ -121,9 +121,7 @@ def contents(events: Iterable[Event]) -> str:
     """Return the number of events of each category, and the names of NCCL's kernels: for an error message."""
     spans = [event for event in events if event.get("ph") == "X"]
     categories = Counter(str(event.get("cat")) for event in spans)
-    names = Counter(
-        event["name"] for event in spans if event.get("cat") == "kernel" and "nccl" in event["name"].lower()
-    )
+    names = Counter(event["name"] for event in spans if event.get("cat") == "kernel" and "nccl" in event["name"].lower())
     return f"events by category: {dict(categories)}; kernels of NCCL: {dict(names)}"
 
 
@@ -136,17 +134,9 @@ def count_kernels(events: Iterable[Event]) -> tuple[int, int]:
 def profiles(events: Iterable[Event]) -> list[Profile]:
     """Return the profile of each measured step, in order."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    steps = sorted(
-        interval(event) for event in spans if event["name"] == STEP and event.get("cat") == "user_annotation"
-    )
-    backwards = sorted(
-        interval(event)
-        for event in spans
-        if event["name"] == BACKWARD and event.get("cat") == "user_annotation"
-    )
-    nodes = union(
-        interval(event) for event in spans if event["name"].startswith(NODE) and event.get("cat") == "cpu_op"
-    )
+    steps = sorted(interval(event) for event in spans if event["name"] == STEP and event.get("cat") == "user_annotation")
+    backwards = sorted(interval(event) for event in spans if event["name"] == BACKWARD and event.get("cat") == "user_annotation")
+    nodes = union(interval(event) for event in spans if event["name"].startswith(NODE) and event.get("cat") == "cpu_op")
     nodes = nodes or backwards  # a profiler that does not show nodes: all that the backward started
     kernels = [event for event in spans if event.get("cat") in ON_GPU]
     work = started(spans, kernels) if kernels else stand_ins(spans)
@@ -160,10 +150,7 @@ def started(spans: Iterable[Event], kernels: Iterable[Event]) -> list[tuple[floa
     """
     launches = {correlation(event): event["ts"] for event in spans if event.get("cat") in LAUNCHES}
     launches.pop(None, None)
-    return [
-        (float(launches.get(correlation(event), event["ts"])), interval(event), is_all_reduce(event["name"]))
-        for event in kernels
-    ]
+    return [(float(launches.get(correlation(event), event["ts"])), interval(event), is_all_reduce(event["name"])) for event in kernels]
 
 
 def correlation(event: Event) -> int | None:
@@ -178,10 +165,7 @@ def stand_ins(spans: Iterable[Event]) -> list[tuple[float, Interval, bool]]:
     """
     reduces = [event for event in spans if event["name"] == "gloo:all_reduce"]
     nodes = [event for event in spans if event["name"].startswith(NODE)]
-    return [
-        (float(event["ts"]), interval(event), event["name"] == "gloo:all_reduce")
-        for event in (*reduces, *nodes)
-    ]
+    return [(float(event["ts"]), interval(event), event["name"] == "gloo:all_reduce") for event in (*reduces, *nodes)]
 
 
 def part(
@@ -214,8 +198,7 @@ def draw(title: str, shown: Sequence[tuple[str, Profile]]) -> str:
     lanes = 1 + 2 * len(shown)
     width, height = LEFT + ACROSS + 30, LANE * (lanes + 2)
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="10" y="22">{escape(title)}</text>',
     ]

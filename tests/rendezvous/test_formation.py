@@ -49,9 +49,7 @@ class Told(Liveness):
         return self._quiet.get(node_id, 0.0)
 
 
-def view(
-    record: RoundRecord, present: dict[str, NodeRow] | None = None, silent: str = "", quiet: float = 1e9, now: float = 100.0
-) -> View:
+def view(record: RoundRecord, present: dict[str, NodeRow] | None = None, silent: str = "", quiet: float = 1e9, now: float = 100.0) -> View:
     return View("", record, present or {}, Told(silent, dict.fromkeys("abcdefgh", quiet)), now)
 
 

@@ -258,8 +258,6 @@ def test_rows_that_are_gone_are_not_remembered() -> None:
     assert len(exchanging._known) == 1
 
 
-
-
 # --- a round whose workers meet on the agents' store
 
 

@@ -104,9 +104,7 @@ class Cluster:
         gate.touch()
         return agents
 
-    def agent(
-        self, i: int, *options: str, nnodes: str = "1:3", nproc: int = 1, host: int = 1, gate: str = ""
-    ) -> subprocess.Popen[str]:
+    def agent(self, i: int, *options: str, nnodes: str = "1:3", nproc: int = 1, host: int = 1, gate: str = "") -> subprocess.Popen[str]:
         """Start an agent; ``out(i)`` returns its output. The store host is named: every loopback address is local to every agent.
 
         ``gate``: the file for whose appearance it waits before it begins; see ``agents_at_once``.

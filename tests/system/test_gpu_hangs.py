@@ -131,9 +131,7 @@ while True:
 )
 
 
-def start(
-    nodes: Cluster, script: str, *arguments: str, options: tuple[str, ...] = (), **more: Any
-) -> subprocess.Popen[str]:
+def start(nodes: Cluster, script: str, *arguments: str, options: tuple[str, ...] = (), **more: Any) -> subprocess.Popen[str]:
     """Start an agent."""
     nodes.script.write_text(script)
     nodes.env["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -185,8 +183,7 @@ def written(nodes: Cluster, name: str, number: int, rank: int) -> float:
 def tell(claim: str, found: dict[str, Hang], words: dict[str, str]) -> None:
     """Print the figure of hangs of some kinds."""
     texts = [
-        f"{words[kind]}: rank {hang.named} named {hang.after:.1f} s after the limit, "
-        f"first step {hang.stepped:.1f} s later"
+        f"{words[kind]}: rank {hang.named} named {hang.after:.1f} s after the limit, first step {hang.stepped:.1f} s later"
         for kind, hang in found.items()
     ]
     values = {"named_rightly": sum(hang.named == CULPRIT for hang in found.values()), "kinds": len(found)}
@@ -212,10 +209,7 @@ def test_a_rank_that_leaves_out_a_collective_is_noticed_and_the_job_goes_on(node
 def test_a_rank_whose_kernel_never_ends_is_named_and_its_memory_is_free_again(nodes: Cluster) -> None:
     found = hang_in_each_round(nodes, "spins", "spins, synchronize")
     assert found["spins"].named == CULPRIT, nodes.everything()
-    free, held = (
-        [[written(nodes, name, number, rank) for rank in range(RANKS)] for number in (1, 2, 3)]
-        for name in ("free", "held")
-    )
+    free, held = ([[written(nodes, name, number, rank) for rank in range(RANKS)] for number in (1, 2, 3)] for name in ("free", "held"))
     assert min(map(min, free)) > min(free[0]) - held[0][0] / 2, free
     tell(
         "hang-spins",

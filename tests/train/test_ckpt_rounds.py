@@ -221,9 +221,7 @@ def newest(made: Checkpointer) -> tuple[int, bool]:
     return best.save.step, bytes([best.save.step]) * 4 in bytes(part.read(chunk.file))
 
 
-def test_a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to two saves are on their way to the disk. Of two images, the newest would be filled again and again."""
     slow, write = threading.Event(), Publisher._write
     monkeypatch.setattr(Publisher, "_write", lambda self, save: (slow.wait(PATIENCE), write(self, save))[1])
@@ -266,9 +264,7 @@ def save_in_the_next_world(rank: int, world: int, folder: str, killed: bool) -> 
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer(
-    tmp_path: Path, killed: bool
-) -> None:
+def test_the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer(tmp_path: Path, killed: bool) -> None:
     """Live workers restore nothing there, and count the saves of the round on."""
     agent = Agent(tmp_path, 1 << 30)
     found = run(2, save_in_the_next_world, str(tmp_path), killed)

@@ -135,9 +135,7 @@ def of_ranks() -> dict[tuple[str, str, str], list[Found]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_compile_gives_the_same_gradients(
-    case: tuple[str, str, str], of_ranks: dict[tuple[str, str, str], list[Found]]
-) -> None:
+def test_compile_gives_the_same_gradients(case: tuple[str, str, str], of_ranks: dict[tuple[str, str, str], list[Found]]) -> None:
     most, errors = highest(off for off, _ in of_ranks[case]), [error for _, error in of_ranks[case] if error]
     assert not errors, errors[0]
     assert most < TOLERANCE[case[2]]

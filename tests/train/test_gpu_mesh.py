@@ -153,9 +153,7 @@ def off(module: nn.Module, losses: Tensor, replicas: DeviceMesh | None = None) -
 
 
 def whole(tensor: Any) -> Tensor:
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
-        logging.ERROR
-    )  # it warns of each step of a gathering
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # it warns of each step of a gathering
     detached = tensor.detach()
     full: Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
     return full
@@ -297,9 +295,7 @@ def loads(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
 
 def test_checkpoint_of_four_ranks_comes_back_on_two(tmp_path: Path) -> None:
     before, *others = run(4, saves, str(tmp_path / "c"), backend=BOTH, timeout=LIMIT)
-    assert len(before) > 3 * len(list(make().parameters())) - 1 and all(
-        same(ordered(other), ordered(before)) for other in others
-    )
+    assert len(before) > 3 * len(list(make().parameters())) - 1 and all(same(ordered(other), ordered(before)) for other in others)
     for found in run(2, loads, str(tmp_path / "c"), backend=BOTH, timeout=LIMIT):
         assert all(same(ordered(after), ordered(before)) for after in found)
     figure(

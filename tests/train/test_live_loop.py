@@ -525,9 +525,7 @@ class Together:
         pass
 
 
-def leaves(
-    rank: int, world: int, port: int, batches: tuple[int, int], saves: bool, epochs: tuple[int, int] = (1, 1)
-) -> list[Any]:
+def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bool, epochs: tuple[int, int] = (1, 1)) -> list[Any]:
     """A script that leaves the loop after so many ``batches``, and ends after so many ``epochs``, on each rank.
 
     Their agent is pretended.
@@ -587,9 +585,7 @@ def average(state: Any) -> AveragedModel:
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_what_a_dropped_step_has_changed_beside_the_model_is_warned_of(
-    live: Make, caplog: pytest.LogCaptureFixture, guarded: bool
-) -> None:
+def test_what_a_dropped_step_has_changed_beside_the_model_is_warned_of(live: Make, caplog: pytest.LogCaptureFixture, guarded: bool) -> None:
     """An average would count the step twice, in silence."""
     training, _ = live()
     state, model = training.state, training._model

@@ -127,10 +127,7 @@ def pipeline(rank: int, world: int, name: str, by_hand: bool) -> list[float]:
         parts = [split(part, mesh["tp"]) for part in parts]
     ddps = [DDP(part, process_group=mesh["dp"].get_group()) for part in parts]
     device, group = torch.device("cpu"), mesh["pp"].get_group()
-    stages = [
-        PipelineStage(ddp, number, count, device, group=group)
-        for ddp, number in zip(ddps, numbers, strict=True)
-    ]
+    stages = [PipelineStage(ddp, number, count, device, group=group) for ddp, number in zip(ddps, numbers, strict=True)]
     schedule = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
     pipe = schedule(stages[0] if len(stages) == 1 else stages, MICRO, loss_fn=mse_loss)
     optimizer = sgd(nn.ModuleList(ddps))
@@ -149,10 +146,7 @@ def pipeline(rank: int, world: int, name: str, by_hand: bool) -> list[float]:
     alone = reference()
     for ddp in ddps:
         ddp.check_replicas()
-    found = [
-        off(part, alone[n * BLOCKS // count : (n + 1) * BLOCKS // count])
-        for part, n in zip(parts, numbers, strict=True)
-    ]
+    found = [off(part, alone[n * BLOCKS // count : (n + 1) * BLOCKS // count]) for part, n in zip(parts, numbers, strict=True)]
     return [*found, *(ddp.stats()["steps"] / STEPS for ddp in ddps)]
 
 
@@ -168,9 +162,7 @@ def v_schedules(request: pytest.FixtureRequest) -> None:
         pytest.skip("before torch 2.13 this schedule does not run over gloo")
 
 
-@pytest.mark.parametrize(
-    ("name", "by_hand"), [*((name, False) for name in HOOKS), *((name, True) for name in HOOKS + SPLIT)]
-)
+@pytest.mark.parametrize(("name", "by_hand"), [*((name, False) for name in HOOKS), *((name, True) for name in HOOKS + SPLIT)])
 def test_a_pipeline_trains_as_one_process(name: str, by_hand: bool, world: int = 4) -> None:
     for found in run(world, pipeline, name, by_hand):
         half = len(found) // 2
@@ -227,8 +219,7 @@ def by_hand(rank: int, world: int, after: str) -> list[Any]:
     mse_loss(alone(batch(9)[0]), batch(9)[1]).backward()
     return [
         refused,
-        max(float((a.grad - b.grad).abs().max()) for a, b in zip(params, alone.parameters(), strict=True))
-        < 1e-6,
+        max(float((a.grad - b.grad).abs().max()) for a, b in zip(params, alone.parameters(), strict=True)) < 1e-6,
     ]
 
 
@@ -249,9 +240,7 @@ def split(module: nn.Sequential, mesh: DeviceMesh, norms: bool = False) -> nn.Se
     for block in module:
         up = ColwiseParallel()
         if norms:
-            parallelize_module(
-                block.ln, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0))
-            )  # type: ignore[arg-type]
+            parallelize_module(block.ln, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)))  # type: ignore[arg-type]
             parallelize_module(block.ln, mesh, SequenceParallel(sequence_dim=0))  # type: ignore[arg-type]
             up = ColwiseParallel(input_layouts=Shard(0))
         parallelize_module(block, mesh, {"up": up, "down": RowwiseParallel()})
@@ -279,9 +268,7 @@ def tensor_parallel(rank: int, world: int, norms: bool, group: bool, folder: str
 
 
 @pytest.mark.parametrize(("norms", "group"), [(False, False), (False, True), (True, False)])
-def test_a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters(
-    norms: bool, group: bool, tmp_path: Path
-) -> None:
+def test_a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters(norms: bool, group: bool, tmp_path: Path) -> None:
     for most, kept, parts, steps in run(4, tensor_parallel, norms, group, str(tmp_path / "c")):
         assert most < TOLERANCE
         assert kept and parts == BLOCKS * (6 if norms else 4) and steps == STEPS
@@ -330,16 +317,8 @@ def save_stages(rank: int, world: int, folder: str, names: str) -> list[Any]:
 @pytest.mark.parametrize("names", ["same", "other"])
 def test_stages_are_not_saved_as_copies_of_one_another(names: str, tmp_path: Path) -> None:
     for told, *restored in run(4, save_stages, str(tmp_path), names):
-        which = (
-            "model.0.ln.weight is another tensor than that of"
-            if names == "same"
-            else "model.2.ln.weight is not in the state of"
-        )
-        assert (
-            told.startswith(f"rank 1: {which} rank 0")
-            and "\n" not in told
-            and "a Checkpointer of its own" in told
-        )
+        which = "model.0.ln.weight is another tensor than that of" if names == "same" else "model.2.ln.weight is not in the state of"
+        assert told.startswith(f"rank 1: {which} rank 0") and "\n" not in told and "a Checkpointer of its own" in told
         assert restored == [1, True]
 
 
@@ -369,9 +348,7 @@ def save_what_differs(rank: int, world: int, folder: str) -> str:
 
 def test_ranks_may_differ_in_what_is_theirs(tmp_path: Path) -> None:
     for told in run(2, save_what_differs, str(tmp_path / "c")):
-        assert told.startswith(
-            "rank 1: seen is another tensor than that of rank 0: put what each rank has of its own into"
-        )
+        assert told.startswith("rank 1: seen is another tensor than that of rank 0: put what each rank has of its own into")
 
 
 KINDS = (

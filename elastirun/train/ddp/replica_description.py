@@ -18,9 +18,7 @@ def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], opt
     ``trained``: the lines say which parameters are frozen.
     """
     lines = [
-        f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{part(t)}"
-        f"{frozen(t) * trained}{' sparse' * (name in sparse)}"
-        for name, t in tensors
+        f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{part(t)}{frozen(t) * trained}{' sparse' * (name in sparse)}" for name, t in tensors
     ]
     return lines + [f"{name}={value}" for name, value in options.items()]
 

@@ -49,8 +49,14 @@ class Podman:
     def start(self, *args: str) -> subprocess.Popen[str]:
         """Start podman. Its output, both streams in one, is read from ``stdout``."""
         return subprocess.Popen(
-            ["podman", *args], env=self.env, text=True, errors="replace", bufsize=1,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            ["podman", *args],
+            env=self.env,
+            text=True,
+            errors="replace",
+            bufsize=1,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
 

@@ -347,8 +347,17 @@ def process_one(cluster: Cluster) -> Job:
 
 
 ALL: dict[str, Scenario] = {
-    "plain": plain, "eviction": eviction, "raising-script": raising_script,
-    "killed-agent": killed_agent, "paused": paused, "scaled": scaled, "sick-machine": sick_machine, "excluded": excluded,
-    "lost-store": lost_store, "evicted-store": evicted_store, "lost-first-index": lost_first_index,
-    "strange-surroundings": strange_surroundings, "process-one": process_one,
+    "plain": plain,
+    "eviction": eviction,
+    "raising-script": raising_script,
+    "killed-agent": killed_agent,
+    "paused": paused,
+    "scaled": scaled,
+    "sick-machine": sick_machine,
+    "excluded": excluded,
+    "lost-store": lost_store,
+    "evicted-store": evicted_store,
+    "lost-first-index": lost_first_index,
+    "strange-surroundings": strange_surroundings,
+    "process-one": process_one,
 }

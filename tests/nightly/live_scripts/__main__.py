@@ -75,9 +75,7 @@ class Job:
             done += 1
             (self.folder / f"done.{done if done < DISTURBANCES else 'all'}").touch()
         first, *others = self.agents
-        self.wait(
-            lambda: first.poll() or first.poll() == 0 and all(other.poll() is not None for other in others)
-        )
+        self.wait(lambda: first.poll() or first.poll() == 0 and all(other.poll() is not None for other in others))
         return done
 
     def disturbances(self) -> Iterator[bool]:
@@ -125,11 +123,7 @@ class Job:
     def lines(self) -> list[Any]:
         """Return what the workers have written: pid, rank, world size, step, and whether that counts."""
         with suppress(FileNotFoundError):
-            return [
-                json.loads(line)
-                for line in (self.folder / "log").read_text().splitlines(True)
-                if line.endswith("\n")
-            ]
+            return [json.loads(line) for line in (self.folder / "log").read_text().splitlines(True) if line.endswith("\n")]
         return []
 
     def wait(self, condition: Callable[[], object]) -> None:
@@ -190,9 +184,7 @@ def judge(script: Path, folder: Path) -> str:
         lines = [line for line in ERROR.findall(said) if re.search(told["REFUSED"], line)]
         if not lines:
             return f"WRONG: not refused, exit codes {codes}\n{output(folder)}"
-        verdict = (
-            "" if any(codes) else compare(script, folder, TOLERANCE)
-        )  # a job that began anew was not disturbed again
+        verdict = "" if any(codes) else compare(script, folder, TOLERANCE)  # a job that began anew was not disturbed again
         return f"refused: {lines[0]}" if verdict.startswith("right") or not verdict else verdict
     if any(codes) or done < DISTURBANCES:
         return f"WRONG: exit codes {codes}, disturbed {done} of {DISTURBANCES} times\n{output(folder)}"

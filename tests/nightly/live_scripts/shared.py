@@ -62,11 +62,7 @@ def pace(run: elastic.Elastic) -> None:
 
 def end(run: elastic.Elastic, *parts: nn.Module | Tensor) -> None:
     """Leave the number of steps and the values of ``parts`` for the comparison."""
-    tensors = [
-        tensor
-        for part in parts
-        for tensor in ([part] if isinstance(part, Tensor) else part.state_dict().values())
-    ]
+    tensors = [tensor for part in parts for tensor in ([part] if isinstance(part, Tensor) else part.state_dict().values())]
     values = [value for tensor in tensors for value in tensor.detach().double().flatten().tolist()]
     (FOLDER / f"ended.{os.getpid()}").write_text(json.dumps({"step": run.step, "values": values}))
     dist.destroy_process_group()

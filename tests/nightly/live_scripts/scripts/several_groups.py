@@ -8,9 +8,7 @@ from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, 
 elastic.init_process_group()
 model = DistributedDataParallel(net())
 layers = model.module
-optimizer = torch.optim.Adam(
-    [{"params": layers[0].parameters(), "lr": 5e-3}, {"params": layers[2].parameters()}], lr=2e-2
-)
+optimizer = torch.optim.Adam([{"params": layers[0].parameters(), "lr": 5e-3}, {"params": layers[2].parameters()}], lr=2e-2)
 loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.99**step, lambda step: 0.97**step])
 run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader, scheduler=scheduler))

@@ -12,9 +12,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
 average = AveragedModel(model.module)
 scheduler = SWALR(optimizer, swa_lr=5e-3, anneal_epochs=20)
-run = elastic.Elastic(
-    TrainState(model=model, optimizer=optimizer, data=loader, scheduler=scheduler, average=average)
-)
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader, scheduler=scheduler, average=average))
 while loader.epoch < EPOCHS:
     for inputs, targets in run.batches():
         optimizer.zero_grad()

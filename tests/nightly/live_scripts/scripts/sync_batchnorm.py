@@ -9,9 +9,7 @@ from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, 
 REFUSED = "SyncBatchNorm expected input tensor to be on"
 
 elastic.init_process_group()
-model = DistributedDataParallel(
-    nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(net(), nn.BatchNorm1d(1)))
-)
+model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(net(), nn.BatchNorm1d(1))))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
 run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
