@@ -11,6 +11,8 @@ from pathlib import Path
 
 from elastirun.rendezvous.timing import Timing as Timing
 
+NO_FILES = Path("/dev/null")  # as --log-dir: nothing is written to files
+
 
 class Std(IntFlag):
     """A choice among a worker's output streams, with torchrun's numbers."""

@@ -17,10 +17,10 @@ from elastirun.agent.output.console import Console
 from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.lines import LastLines
 from elastirun.agent.output.log_files import LogFile, close_all, make_run_folder, open_all, tail
-from elastirun.agent.output.round_logs import NO_FILES, STREAM_NAMES, RoundLogs, Route, files_of, route_of
+from elastirun.agent.output.round_logs import STREAM_NAMES, RoundLogs, Route, files_of, route_of
 from elastirun.agent.part import Part
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.config import LogPolicy, Std
+from elastirun.config import NO_FILES, LogPolicy, Std
 from elastirun.errors import StartError, UsageError
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from elastirun.agent.output.console import Console
@@ -21,9 +20,8 @@ from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear
 from elastirun.agent.output.log_files import LogFile, close_all
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.config import LogPolicy, Std
+from elastirun.config import NO_FILES, LogPolicy, Std
 
-NO_FILES = Path(os.devnull)  # as --log-dir: nothing is written to files
 STREAM_NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 _READ_SIZE = 64 * 1024  # bytes; the default capacity of a pipe
 _DRAIN_LIMIT = 1 << 20  # bytes read of a pipe when its worker has ended; another process may keep on writing

@@ -31,7 +31,7 @@ from elastirun.cli.options import GROUPS
 from elastirun.cli.parse import quote
 from elastirun.cli.resolve import resolve
 from elastirun.cli.token_file import read_token
-from elastirun.config import Command, Etcd, LaunchConfig
+from elastirun.config import NO_FILES, Command, Etcd, LaunchConfig
 from elastirun.errors import BadCommand, ElastirunError, StartError, UsageError
 from elastirun.secret_files import advice
 
@@ -150,7 +150,7 @@ def _check_command(command: Command, python: str | None) -> None:
 
 
 def _check_log_dir(options: GivenOptions, log_dir: Path | None) -> None:
-    if log_dir is None or log_dir == Path(os.devnull):
+    if log_dir is None or log_dir == NO_FILES:
         return
     label = options.label("log_dir")
     existing = next(str(folder) for folder in (log_dir, *log_dir.absolute().parents) if os.path.lexists(folder))

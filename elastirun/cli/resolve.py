@@ -17,7 +17,7 @@ from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.cli.options import OPTIONS
 from elastirun.cli.rendezvous_options import resolve_rendezvous
-from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, Preload, RendezvousConfig, StdMap, Timing
+from elastirun.config import NO_FILES, Command, Endpoint, LaunchConfig, LogPolicy, Preload, RendezvousConfig, StdMap, Timing
 from elastirun.errors import StartError, UsageError
 
 STATIC_JOIN_TIMEOUT = 900.0  # seconds; torchrun's default for its static backend
@@ -223,37 +223,40 @@ def _failure_grace(options: GivenOptions, grace: float) -> float:
 
 
 def _logs(options: GivenOptions) -> LogPolicy:
-    log_dir = Path(options.text("log_dir") or "") if options.text("log_dir") else None
-    redirects, tee = options.read("redirects", parse.std_map), options.read("tee", parse.std_map)
-    if log_dir == Path("/dev/null") and redirects != StdMap():
-        options.warn(f"{options.label('redirects')} is ignored: {options.label('log_dir')}=/dev/null keeps no files")
-    needles = {dest: options.read(dest, parse.needles) for dest in ("duplicate_stdout_filters", "duplicate_stderr_filters")}
-    for dest, texts in needles.items():
-        if texts and tee == StdMap():
-            options.warn(f"{options.label(dest)} has no effect: it copies teed lines; add --tee=3")
-    template = options.text("log_line_prefix_template")
-    if template and tee == StdMap():
-        options.warn(f"{options.label('log_line_prefix_template')} has no effect: it is for teed lines; add --tee=3")
-    limit = options.optional("log_limit", parse.byte_size(LEAST_LOG_LIMIT)) or 0
-    if limit and (log_dir == Path("/dev/null") or redirects == tee == StdMap()):
-        options.warn(f"{options.label('log_limit')} has no effect: no output goes to files; add --redirects=3 or --tee=3")
-    event_log = options.read("event_log_handler", parse.choice("null", "console", "jsonl"))
-    if event_log == "jsonl" and log_dir in (None, Path("/dev/null")):
-        why = "jsonl writes events.jsonl to the log folder"
-        raise UsageError(f"{options.label('event_log_handler')}: {why}; give one with --log-dir=FOLDER")
-    return LogPolicy(
-        log_dir=log_dir,
-        redirects=redirects,
-        tee=tee,
+    template = options.text("log_line_prefix_template") or options.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    logs = LogPolicy(
+        log_dir=Path(options.text("log_dir") or "") if options.text("log_dir") else None,
+        redirects=options.read("redirects", parse.std_map),
+        tee=options.read("tee", parse.std_map),
         local_ranks=options.read("local_ranks_filter", parse.local_ranks),
-        stdout_filters=needles["duplicate_stdout_filters"],
-        stderr_filters=needles["duplicate_stderr_filters"],
-        prefix_template=template or options.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
-        event_log=event_log,
+        stdout_filters=options.read("duplicate_stdout_filters", parse.needles),
+        stderr_filters=options.read("duplicate_stderr_filters", parse.needles),
+        prefix_template=template or None,
+        event_log=options.read("event_log_handler", parse.choice("null", "console", "jsonl")),
         show=options.read("show", parse.ranks),
-        limit=limit,
+        limit=options.optional("log_limit", parse.byte_size(LEAST_LOG_LIMIT)) or 0,
         mode=options.read("log_mode", parse.file_mode),
     )
+    if logs.event_log == "jsonl" and logs.log_dir in (None, NO_FILES):
+        why = "jsonl writes events.jsonl to the log folder"
+        raise UsageError(f"{options.label('event_log_handler')}: {why}; give one with --log-dir=FOLDER")
+    _warn_of_log_options(options, logs)
+    return logs
+
+
+def _warn_of_log_options(options: GivenOptions, logs: LogPolicy) -> None:
+    """Warn of options for log files or for teed lines, where there are none."""
+    no_files, no_tee, no_redirects = logs.log_dir == NO_FILES, logs.tee == StdMap(), logs.redirects == StdMap()
+    teed, nothing = "teed lines; add --tee=3", "no output goes to files; add --redirects=3 or --tee=3"
+    for dest, given, idle, why in (
+        ("redirects", not no_redirects, no_files, f"is ignored: {options.label('log_dir')}=/dev/null keeps no files"),
+        ("duplicate_stdout_filters", logs.stdout_filters, no_tee, f"has no effect: it copies {teed}"),
+        ("duplicate_stderr_filters", logs.stderr_filters, no_tee, f"has no effect: it copies {teed}"),
+        ("log_line_prefix_template", options.text("log_line_prefix_template"), no_tee, f"has no effect: it is for {teed}"),
+        ("log_limit", logs.limit, no_files or no_redirects and no_tee, f"has no effect: {nothing}"),
+    ):
+        if given and idle:
+            options.warn(f"{options.label(dest)} {why}")
 
 
 def _health(options: GivenOptions) -> Endpoint | None:
