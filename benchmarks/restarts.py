@@ -39,7 +39,7 @@ def arguments(node: int, port: int | str, kills: int) -> list[str]:
 
 def begin(bench: Bench, kills: int, delay: float, seed: int) -> list[Worker]:
     """Start both agents and wait for ``GOOD_STEPS`` of all four workers. Raises SystemExit when they do not come."""
-    env = {"BENCH_DELAY": str(delay), "BENCH_SEED": str(seed), "BENCH_TIMEOUT": str(TIMEOUT), "PET_RESTART_PAUSE": "0"}
+    env = {"BENCH_DELAY": str(delay), "BENCH_SEED": str(seed), "BENCH_TIMEOUT": str(TIMEOUT), "PET_SET": "restart-pause=0"}
     for node in (1, 2):
         bench.agent(str(node), arguments(node, bench.port, kills), env=env)
     if not bench.wait(lambda: bench.world(WORLD, steps=GOOD_STEPS) is not None, 180.0):

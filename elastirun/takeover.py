@@ -27,7 +27,7 @@ _ABOUT = """Runs a launcher that calls torchrun from inside, with elastirun in t
   python -m elastirun.takeover accelerate launch --multi_gpu --num_processes=8 train.py
 
 COMMAND is one that a Python package installs, such as accelerate, fabric or tune. Options that only elastirun has are given by
-their PET_ variables, see elastirun --help."""
+their PET_ variables, see elastirun --help-all."""
 _SCRIPT = ("training_script", "training_script_args")  # positional; the second takes all the rest
 
 

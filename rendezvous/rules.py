@@ -40,7 +40,7 @@ class Rules(Timing):
             f"--rdzv-backend={'static' if self.fixed_ranks else 'etcd' if self.lasting else 'c10d'}",
             f"--max-restarts={self.max_restarts}",
             f"--restart-window={self.restart_window:g}",
-            f"--restart-pause={self.restart_pause:g}",
+            f"--set restart-pause={self.restart_pause:g}",
             f"--expire={self.expire:g}",  # a node that is lost must have stopped by its own clock before the others replace it
             f"--store-grace={self.store_grace:g}",
             "--fail-fast" if self.fail_fast else "no --fail-fast",

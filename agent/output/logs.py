@@ -33,7 +33,7 @@ class RunLogs(Part):
     """The logs of all rounds of one agent.
 
     Files: ``<log_dir>/<run_id>_<node>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``. Only their owner
-    may read them, unless ``--log-mode`` says otherwise. ``<log_dir>/.latest/<node>`` is a link to that node's newest run.
+    may read them, unless ``--set log-mode`` says otherwise. ``<log_dir>/.latest/<node>`` is a link to that node's newest run.
 
     - Without ``log_dir``, the folder is made in the system's folder for temporary files. If a stream is redirected or teed, the
       folder is kept and a line names it. Else it only holds the error files, and ``close`` removes it.

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from elastirun.agent.failures import exit_codes
-from elastirun.cli.options import GROUPS, OPTIONS, RUN, Option
+from elastirun.cli.options import BY_DEST, FIRST, GROUPS, KEYS, OPTIONS, RUN, Option
 from elastirun.cli.parse import nearest, quote
 from elastirun.errors import UsageError
 
@@ -34,11 +34,15 @@ One to three nodes, elastic; the same command on each node, whenever it comes up
 Two nodes with fixed ranks; on the other node the same with --node-rank=1:
   elastirun --nnodes=2 --node-rank=0 --master-addr=node0 --nproc-per-node=8 train.py
 
-How a job stands, on a node of the job or from elsewhere; elastirun status --help:
+How a job stands, on a node of the job or from elsewhere:
   elastirun status --rdzv-endpoint=node0
 
 What happened in a job, as a page for a browser, from the events that --log-dir keeps:
   elastirun report DIR
+"""
+_SHORT_NOTES = """\
+Options come before SCRIPT. In [brackets]: the default. Nearly every option is also a variable, such
+as PET_NNODES. --dry-run shows where each value came from.
 """
 _NOTES = """\
 Options come before SCRIPT. What follows SCRIPT is passed to it; ${local_rank} there becomes the
@@ -58,7 +62,7 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     params: list[click.Parameter] = [click.Option(["help", "-h", *_beginnings("--help")], is_flag=True)]
     for option in OPTIONS:
         names = [option.dest, *_beginnings(option.name, option.new), *([f"-{option.short}"] if option.short else [])]
-        params.append(click.Option(names, is_flag=True) if option.flag else click.Option(names, callback=_check_value))
+        params.append(click.Option(names, is_flag=True) if option.flag else click.Option(names, callback=_last_value, multiple=True))
     params.append(click.Argument(["script"], nargs=-1, type=click.UNPROCESSED))
     command = click.Command("elastirun", params=params, add_help_option=False)
     settings: dict[str, Any] = {"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
@@ -75,24 +79,36 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def help_text() -> str:
-    """Return the text of --help: examples first, then the options by purpose."""
+    """Return the text of --help: examples, and the options that a person needs first."""
+    last = f"elastirun --help-all shows all {len(OPTIONS) + 1} options."
+    return _text_of([option for option in OPTIONS if option.dest in FIRST], f"{_SHORT_NOTES}\n{last}", with_variables=False)
+
+
+def full_help_text() -> str:
+    """Return the text of --help-all: examples, every option by purpose, and the exit codes."""
+    return _text_of(list(BY_DEST.values()), f"{_NOTES}\n{textwrap.fill(exit_codes.help_text(), _HELP_WIDTH)}", with_variables=True)
+
+
+def _text_of(shown: Sequence[Option], notes: str, with_variables: bool) -> str:
     formatter = click.HelpFormatter(max_width=_HELP_WIDTH)
     formatter.write_usage("elastirun", "[OPTIONS] SCRIPT [ARGS]...")
     formatter.write(f"\n{_EXAMPLES}")
     for title, options in GROUPS.items():
-        with formatter.section(title):
-            rows = [_help_of(option) for option in options]
-            rows += [("-h, --help".ljust(_HELP_COLUMN), "Show this text.")] if title == RUN else []
-            formatter.write_dl(rows, col_max=_HELP_COLUMN)
-    formatter.write(f"\n{_NOTES}\n{textwrap.fill(exit_codes.help_text(), _HELP_WIDTH)}\n")
+        rows = [_help_of(option, with_variables) for option in options if option in shown]
+        rows += [("-h, --help".ljust(_HELP_COLUMN), "Show the options that one needs first.")] if title == RUN else []
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=_HELP_COLUMN)
+    formatter.write(f"\n{notes}\n")
     return formatter.getvalue().rstrip("\n")
 
 
-def _help_of(option: Option) -> tuple[str, str]:
+def _help_of(option: Option, with_variable: bool) -> tuple[str, str]:
     names = f"-{option.short}, {option.name}" if option.short else option.name
-    default = f"={option.default}" if option.default else ""
-    text = f"{option.help} [{option.env}{default}]" if option.env else option.help
-    return f"{names} {option.metavar}".ljust(_HELP_COLUMN), text
+    names = f"  {names.removeprefix('--set ')}={option.metavar}" if option.key else f"{names} {option.metavar}"
+    variable = option.env if with_variable and not option.key else None
+    known = "=".join(filter(None, (variable, option.default)))
+    return names.ljust(_HELP_COLUMN), f"{option.help} [{known}]" if known else option.help
 
 
 def _beginnings(name: str, new: bool = False) -> list[str]:
@@ -105,13 +121,18 @@ def _beginnings(name: str, new: bool = False) -> list[str]:
     return [name, *(text for text in abbreviations if not any(other.startswith(text) for other in others))]
 
 
-def _check_value(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Refuse an option as the value of the option before it, as argparse does; click takes any next word as the value."""
-    if value is None:
+def _last_value(ctx: click.Context, param: click.Parameter, values: Sequence[str] | None) -> str | None:
+    """Return the value that was given last, or all values of --set with commas.
+
+    Refuses an option as the value of the option before it, as argparse does; click takes any next word as the value.
+    """
+    for value in values or ():
+        if value in ctx.obj and re.match("-[^0-9.]", value) and " " not in value:
+            raise click.BadOptionUsage(param.opts[0], "the value is missing")
+    if not values:
         return None
-    if value in ctx.obj and re.match("-[^0-9.]", value) and " " not in value:
-        raise click.BadOptionUsage(param.opts[0], "the value is missing")
-    return value.removeprefix("=") if any(len(name) == len("-x") for name in param.opts) else value  # -r=3: click's value is "=3"
+    text = ",".join(values) if param.name == "set" else values[-1]
+    return text.removeprefix("=") if any(len(name) == len("-x") for name in param.opts) else text  # -r=3: click's value is "=3"
 
 
 def _unknown(typed: str, argv: Sequence[str]) -> str:
@@ -122,6 +143,9 @@ def _unknown(typed: str, argv: Sequence[str]) -> str:
     if len(typed) == len("-x"):  # click names -n when -nnodes was typed
         typed = next((word for word in argv if word.startswith(typed)), typed)
     name = "--" + typed.lstrip("-").partition("=")[0].replace("_", "-")
+    for key, option in KEYS.items():
+        if len(name) > len("--x") and f"--{key}".startswith(name):
+            return f"--{key} is a key of --set; write --set {key}={option.metavar}"
     close = [option.name for option in OPTIONS if option.name.startswith(name[:-1])]  # --nprocs: alike but for the last letter
     hint = f" (did you mean {close[0]}?)" if len(close) == 1 else nearest(name, [option.name for option in OPTIONS])
     return f"no option {quote(typed)}{hint}; options of the script go after the script"

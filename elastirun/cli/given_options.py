@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from elastirun.cli import parse
 from elastirun.cli.detect.detected import Detected, Host
-from elastirun.cli.options import BY_DEST, OPTIONS
+from elastirun.cli.options import BY_DEST, KEYS, OPTIONS
 from elastirun.config import Command, Preload
 from elastirun.errors import UsageError
 
@@ -51,14 +51,22 @@ class Row:
 class GivenOptions:
     """The options as they were given. ``resolve`` adds warnings and the values that it derived.
 
-    ``given`` maps the dest of each option on the command line to its text, "1" for a flag.
+    ``given`` maps the dest of each option on the command line to its text, "1" for a flag. A key of ``--set`` counts as an option
+    of its own. Raises ``UsageError`` for a key that does not exist.
     """
 
     def __init__(self, given: Mapping[str, str], environ: Mapping[str, str]) -> None:
         self.environ = environ
         self.warnings: list[str] = []
         self.detected = Detected()  # set once, by ``resolve``
-        self._given = given
+        self._given = dict(given)
+        self._variables = {option.dest: environ[option.env] for option in OPTIONS if option.env and option.env in environ}
+        for label, texts in (("--set", self._given), ("PET_SET", self._variables)):
+            try:
+                keys = parse.settings(texts.pop("set", ""), KEYS)
+            except ValueError as error:
+                raise UsageError(f"{label}: {error}") from None
+            texts.update({KEYS[key].dest: text for key, text in keys.items()})
         self._derived: dict[str, tuple[str, str]] = {}  # by dest: the value that is used, and its source
 
     def origin(self, dest: str) -> Origin:
@@ -70,7 +78,7 @@ class GivenOptions:
         if dest in self._given and not (detected and not self._given[dest].strip()):
             return Origin.COMMAND_LINE
         empty_counts = not detected and (option.flag or dest in EMPTY_COUNTS)
-        if option.env is not None and option.env in self.environ and (empty_counts or self.environ[option.env].strip()):
+        if dest in self._variables and (empty_counts or self._variables[dest].strip()):
             return Origin.ENVIRONMENT
         return Origin.DETECTED if detected else Origin.DEFAULT
 
@@ -79,7 +87,7 @@ class GivenOptions:
         return self.origin(dest) > Origin.DETECTED
 
     def label(self, dest: str) -> str:
-        """Return the name under which the value was given: ``--nnodes`` or ``PET_NNODES``."""
+        """Return the name under which the value was given: ``--nnodes``, ``PET_NNODES``, ``--set restart-pause``, ..."""
         option = BY_DEST[dest]
         return option.env if option.env and self.origin(dest) == Origin.ENVIRONMENT else option.name
 
@@ -89,7 +97,7 @@ class GivenOptions:
         if origin == Origin.COMMAND_LINE:
             return self._given[dest]
         if origin == Origin.ENVIRONMENT:
-            return self.environ[str(option.env)]
+            return self._variables[dest]
         return self.detected.values[dest][0] if origin == Origin.DETECTED else option.default
 
     def has_text(self, dest: str) -> bool:
@@ -120,9 +128,9 @@ class GivenOptions:
         self._derived[dest] = (str(value), f"derived: {why}")
 
     def rows(self) -> list[Row]:
-        """Return one line of ``--dry-run`` for each option."""
+        """Return one line of ``--dry-run`` for each option and each key of ``--set``."""
         found = []
-        for option in OPTIONS:
+        for option in BY_DEST.values():
             source = {
                 Origin.DEFAULT: DEFAULT_SOURCE,
                 Origin.DETECTED: f"detected: {self.detected.values.get(option.dest, ('', ''))[1]}",

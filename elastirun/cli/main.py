@@ -79,6 +79,8 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     given, script = command_line.parse(argv)
     if "help" in given:
         return subcommands.show(command_line.help_text())
+    if "help_all" in given:
+        return subcommands.show(command_line.full_help_text())
     if "version" in given:
         return subcommands.show(f"elastirun {__version__}")
     if "print_completion" in given:
@@ -226,7 +228,7 @@ def _dry_run(config: LaunchConfig, options: GivenOptions) -> str:
         shown = [row for row in rows if row.option in names]
         lines += ["", f"{title}:"] if shown else []
         lines += [f"  {row.option:{option_width}}  {row.value:{value_width}}  {row.source}" for row in shown]
-    lines += ["", "Every other option has its default; elastirun --help shows them."]
+    lines += ["", "Every other option has its default; elastirun --help-all shows them."]
     lines += [f"detected: {options.detected.why if options.detected.where else f'nothing; {options.detected.why}'}"]
     lines += [f"listens: {line}" for line in listening.describe(config)]
     lines += [f"keeps: checkpoints of its workers in memory, at most {checkpoint_memory.limit() / checkpoint_memory.GIB:.1f} GiB"]

@@ -18,6 +18,7 @@ class Option:
     short: str | None = None  # one letter
     new: bool = False  # True: torchrun lacks this option
     in_environment: bool = True  # whether a variable sets it
+    key: bool = False  # True: a key of --set, not an option
 
     @property
     def flag(self) -> bool:
@@ -26,13 +27,19 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The option as it is written: ``--nproc-per-node``."""
-        return "--" + self.dest.replace("_", "-")
+        """The option as it is written: ``--nproc-per-node``, or ``--set restart-pause``."""
+        return ("--set " if self.key else "--") + self.dest.replace("_", "-")
 
     @property
     def env(self) -> str | None:
-        """The variable that sets the option: ``PET_NPROC_PER_NODE``."""
+        """The variable that sets the option: ``PET_NPROC_PER_NODE``, or ``PET_SET restart-pause``."""
+        if self.key:
+            return self.name.replace("--set", "PET_SET")
         return f"PET_{self.dest.upper()}" if self.in_environment else None
+
+
+def _key(dest: str, metavar: str, default: str, help: str) -> Option:
+    return Option(dest, metavar, default, help, new=True, key=True)
 
 
 _BACKEND_RULE = "static: fixed node ranks. Not given: c10d for MIN:MAX or an endpoint without --node-rank."
@@ -45,14 +52,15 @@ _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
 )
 
 RUN = "What to run"
+FROM_TORCHRUN = "From torchrun"
 GROUPS = {
     RUN: (
         Option("module", "", None, "SCRIPT is a module name: run it as python -m does.", "m"),
         Option("no_python", "", None, "SCRIPT is a program: run it without python in front."),
-        Option("run_path", "", None, "Run SCRIPT as a file through runpy.run_path. Wins over the two above."),
         Option("preload", "auto|off|MODULES", "off", _PRELOAD, new=True),
         Option("dry_run", "", None, "Show what would be run, and where each value came from; start nothing.", new=True),
         Option("version", "", None, "Show the version.", new=True, in_environment=False),
+        Option("help_all", "", None, "Show every option.", new=True, in_environment=False),
         Option("print_completion", "bash|zsh|tcsh", None, "Print a script that completes options in this shell.", in_environment=False),
     ),
     "Nodes and workers": (
@@ -60,7 +68,6 @@ GROUPS = {
         Option("nproc_per_node", "N|auto|gpu|cpu", "1", "Workers on this node. auto: one per GPU, without GPUs one per usable CPU."),
         Option("standalone", "", None, "Run on this node alone, on a free port. The default for one node without an endpoint."),
         Option("node_rank", "N", "0", "This node's rank, from 0: fixed with static, a preference with c10d."),
-        Option("role", "NAME", "default", "A name for the workers: ROLE_NAME in their environment."),
     ),
     "Rendezvous": (
         Option("rdzv_endpoint", "HOST[:PORT]", "", f"Where the nodes meet. PORT: 29400, static: 29500; {_LIST_RULE}"),
@@ -84,15 +91,11 @@ GROUPS = {
         Option("restart_window", "SECONDS", "0", "A round that runs this long resets the count of restarts; 0: never.", new=True),
         Option("fail_fast", "", None, "End the job when the same failure occurs twice without progress in between.", new=True),
         Option("hang_timeout", "off|auto|SECONDS", "off", "Restart when no worker of this node has made a step for so long.", new=True),
-        Option("first_step_timeout", "off|SECONDS", "off", "The same before the first step of a round.", new=True),
         Option("stacks", "on|off", "on", "Whether Python workers can write their stacks at a signal of their agent.", new=True),
         Option("strikes", "N", "0", "A node that fails or straggles in N rounds sits out, a spare takes its place; 0: never.", new=True),
-        Option("strikes_cooldown", "SECONDS", "600", "For how long such a node sits out before it joins again.", new=True),
-        Option("restart_pause", "SECONDS", _PAUSE, "Longest pause before a restart; pauses grow when rounds fail quickly.", new=True),
         Option("exit_code_from_worker", "", None, "Exit with the failed worker's exit code instead of 1.", new=True),
         Option("grace", "SECONDS", _GRACE, "Time from SIGTERM to SIGKILL when workers are stopped.", new=True),
         Option("failure_grace", "SECONDS", None, "The same after a worker failed: 5, or --grace if that is given.", new=True),
-        Option("shutdown_timeout", "SECONDS", None, "torchrun's name for --grace."),
         Option("signals_to_handle", "NAMES", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "Signals that make this node stop its workers and leave."),
         Option("forward_signals", "NAMES", "", "Signals passed on to each worker while training goes on: USR1,USR2.", new=True),
     ),
@@ -100,25 +103,42 @@ GROUPS = {
         Option("log_dir", "FOLDER", None, "For the workers' logs; /dev/null: no files. Default: a temporary folder if -r or -t needs it."),
         Option("redirects", "N|RANK:N,...", "0", "Write to files: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.", "r"),
         Option("tee", "N|RANK:N,...", "0", "Write to files and to the console; values as for --redirects.", "t"),
-        Option("log_line_prefix_template", "TEXT", "", "Begins teed lines. Filled in: ${rank}, ${local_rank}, ${role_name}, ${hostname}."),
-        Option("local_ranks_filter", "RANKS", "", "Only these local ranks reach the console, such as 0 or 0,1."),
         Option("show", "RANKS", "", "Only these ranks of the whole job reach the console: 0,-1 (the last), 0-3.", new=True),
         Option("log_limit", "BYTES", None, "Upper limit of a log file, such as 10M; one older part is kept as stdout.log.1.", new=True),
-        Option("log_mode", "MODE", "600", "Permissions of log files, as for chmod: 640 lets the folder's group read them.", new=True),
-        Option("duplicate_stdout_filters", "TEXT,...", "", "Teed lines with one of these go to filtered_stdout.log, too; ,, is a comma."),
-        Option("duplicate_stderr_filters", "TEXT,...", "", "The same for stderr and filtered_stderr.log."),
         Option("event_log_handler", "null|console|jsonl", "null", "Where events go; with --log-dir always to events.jsonl there."),
         Option("health_port", "[HOST:]PORT", None, "Serve /healthz, /status, /metrics by HTTP; PORT alone: on every interface.", new=True),
     ),
-    "Placement": (
+    "For experts": (
+        Option("set", "KEY=VALUE,...", "", "Settings that few jobs need, by the keys below; may be repeated.", new=True),
+        _key("first_step_timeout", "off|SECONDS", "off", "As --hang-timeout, before the first step of a round."),
+        _key("strikes_cooldown", "SECONDS", "600", "For how long a node with too many --strikes sits out."),
+        _key("restart_pause", "SECONDS", _PAUSE, "Longest pause before a restart; pauses grow when rounds fail quickly."),
+        _key("log_mode", "MODE", "600", "Permissions of log files, as for chmod: 640 lets the folder's group read them."),
+    ),
+    FROM_TORCHRUN: (
+        Option("run_path", "", None, "Run SCRIPT as a file through runpy.run_path. Wins over --module and --no-python."),
+        Option("role", "NAME", "default", "A name for the workers: ROLE_NAME in their environment."),
+        Option("shutdown_timeout", "SECONDS", None, "torchrun's name for --grace."),
+        Option("log_line_prefix_template", "TEXT", "", "Begins teed lines. Filled in: ${rank}, ${local_rank}, ${role_name}, ${hostname}."),
+        Option("local_ranks_filter", "RANKS", "", "Only these local ranks reach the console, such as 0 or 0,1."),
+        Option("duplicate_stdout_filters", "TEXT,...", "", "Teed lines with one of these go to filtered_stdout.log, too; ,, is a comma."),
+        Option("duplicate_stderr_filters", "TEXT,...", "", "The same for stderr and filtered_stderr.log."),
         Option("numa_binding", "MODE", None, "CPUs near each worker's GPU: node, socket, exclusive or core-complex."),
         Option("virtual_local_rank", "", None, "LOCAL_RANK is 0 for every worker, and each worker sees only its own GPU."),
-    ),
-    "torchrun compatibility": (
         Option("monitor_interval", "SECONDS", "0.1", "No effect: a worker's exit is seen at once."),
         Option("start_method", "spawn|fork|forkserver", "spawn", "No effect."),
         Option("logs_specs", "NAME", None, "Not supported."),
     ),
 }
-OPTIONS = tuple(option for group in GROUPS.values() for option in group)
-BY_DEST = {option.dest: option for option in OPTIONS}
+BY_DEST = {option.dest: option for group in GROUPS.values() for option in group}
+OPTIONS = tuple(option for option in BY_DEST.values() if not option.key)
+KEYS = {option.dest.replace("_", "-"): option for option in BY_DEST.values() if option.key}  # those of --set, as they are written
+
+# The options that a person needs first, for --help; --help-all shows the others.
+FIRST = (
+    *("module", "preload", "dry_run", "version", "help_all"),
+    *("nnodes", "nproc_per_node", "standalone", "node_rank"),
+    *("rdzv_endpoint", "rdzv_id", "rdzv_backend", "master_addr"),
+    *("max_restarts", "hang_timeout", "grace"),
+    *("log_dir", "redirects", "tee"),
+)

@@ -11,7 +11,7 @@ import ipaddress
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -351,7 +351,14 @@ ETCD_ALIASES = {"ca_cert": "cacert", "ssl_cert": "cert", "ssl_cert_key": "key", 
 
 def rdzv_conf(text: str) -> RdzvConf:
     """Parse ``key=value,key=value``. The last value counts when a key is given twice."""
-    given = _key_values(text)
+    given = {ETCD_ALIASES.get(key, key): value for key, value in key_values(text, "join_timeout=300,is_host=1").items()}
+    if "password" in given:
+        raise ValueError("a password on a command line can be read by everyone on this machine; give password_file=PATH instead")
+    known = (*KEYS, *KEYS_WITHOUT_EFFECT, *ETCD_KEYS)
+    for key in given:
+        if key not in known:
+            every = f"; the keys are {', '.join(KEYS)}, and for etcd {', '.join(ETCD_KEYS)}"
+            raise ValueError(f"no key {quote(key)}{nearest(key, known) or every}")
 
     def read(key: str, parser: Callable[[str], T]) -> T | None:
         try:
@@ -375,20 +382,23 @@ def rdzv_conf(text: str) -> RdzvConf:
     )
 
 
-def _key_values(text: str) -> dict[str, str]:
-    known = KEYS + KEYS_WITHOUT_EFFECT + ETCD_KEYS
+def key_values(text: str, example: str) -> dict[str, str]:
+    """Parse ``key=value,key=value`` into a dict. The last value counts when a key is given twice."""
     given: dict[str, str] = {}
     for item in text.strip().split(",") if text.strip() else []:
         key, _, value = (part.strip() for part in item.partition("="))
         if not key or not value:
-            raise ValueError(f"{quote(item)} is not KEY=VALUE; give KEY=VALUE,KEY=VALUE such as join_timeout=300,is_host=1")
-        key = ETCD_ALIASES.get(key, key)
-        if key == "password":
-            raise ValueError("a password on a command line can be read by everyone on this machine; give password_file=PATH instead")
-        if key not in known:
-            every = f"; the keys are {', '.join(KEYS)}, and for etcd {', '.join(ETCD_KEYS)}"
-            raise ValueError(f"no key {quote(key)}{nearest(key, known) or every}")
+            raise ValueError(f"{quote(item)} is not KEY=VALUE; give KEY=VALUE,KEY=VALUE such as {example}")
         given[key] = value
+    return given
+
+
+def settings(text: str, known: Collection[str]) -> dict[str, str]:
+    """Parse the keys and values of ``--set``. A key may be written with ``_`` for ``-``, as an option."""
+    given = {key.replace("_", "-"): value for key, value in key_values(text, "restart-pause=0,log-mode=640").items()}
+    for key in given:
+        if key not in known:
+            raise ValueError(f"no key {quote(key)}{nearest(key, known)}; the keys are {', '.join(known)}")
     return given
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
-from elastirun.cli.options import OPTIONS
+from elastirun.cli.options import KEYS, OPTIONS
 from elastirun.cli.rendezvous_options import resolve_rendezvous
 from elastirun.config import NO_FILES, Command, Endpoint, LaunchConfig, LogPolicy, Preload, RendezvousConfig, StdMap, Timing
 from elastirun.errors import StartError, UsageError
@@ -313,7 +313,9 @@ def _warn_of_variables(options: GivenOptions) -> None:
     """Warn of variables that look like those of options, and are none: a typing error would otherwise change nothing, silently."""
     known = [option.env.removeprefix("PET_") for option in OPTIONS if option.env]
     for name in sorted(name.removeprefix("PET_") for name in options.environ if name.startswith("PET_")):
-        if name not in known:
+        if (key := name.lower().replace("_", "-")) in KEYS:
+            options.warn(f"PET_{name} has no effect: {key} is a key of --set; write PET_SET={key}={KEYS[key].metavar}")
+        elif name not in known:
             hint = parse.nearest(name, known).replace("mean ", "mean PET_")
             options.warn(f"PET_{name} has no effect: no option has this variable{hint}")
 

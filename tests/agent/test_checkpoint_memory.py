@@ -416,7 +416,7 @@ raise SystemExit(int(s.makefile().readline()))
 
 def test_the_image_of_a_killed_worker_is_there_in_the_next_round_and_thirty_rounds_cost_the_agent_nothing(nodes: Cluster) -> None:
     nodes.script.write_text(SCRIPT)
-    agent = nodes.agent(1, "--max-restarts=1000", "--restart-pause=0", nnodes="1", nproc=2)
+    agent = nodes.agent(1, "--max-restarts=1000", "--set=restart-pause=0", nnodes="1", nproc=2)
     sizes = {}
     for number in range(1, 31):
         workers = nodes.round(2, after=number - 1)

@@ -161,7 +161,7 @@ def stage(nodes: Cluster) -> Cluster:
     """Start two nodes with two workers each, which are restarted after every failure. The test chooses how each worker fails."""
     nodes.script.write_text(ACTOR)
     for i in (1, 2):
-        nodes.agent(i, "--max-restarts=1000", "--restart-pause=0", nnodes="2", nproc=2)
+        nodes.agent(i, "--max-restarts=1000", "--set=restart-pause=0", nnodes="2", nproc=2)
     return nodes
 
 
@@ -217,7 +217,7 @@ def test_what_a_worker_says_after_our_signal_is_not_held_against_it(stage: Clust
 def test_the_report_says_how_often_it_was_the_same_failure(
     nodes: Cluster, options: tuple[str, ...], rounds: int, words: tuple[str, ...]
 ) -> None:
-    agents = [nodes.agent(i, *options, "--restart-pause=0", nnodes="2") for i in (1, 2)]
+    agents = [nodes.agent(i, *options, "--set=restart-pause=0", nnodes="2") for i in (1, 2)]
     last = 0
     for _ in range(rounds):
         workers = nodes.round(2, after=last)
@@ -249,7 +249,7 @@ def test_a_real_process_group_blames_who_raised(nodes: Cluster) -> None:
     pytest.importorskip("torch")
     nodes.script.write_text(REAL)
     rounds = min(TRIES, 10) or 1
-    agent = nodes.agent(1, f"--max-restarts={rounds - 1}", "--restart-pause=0", nnodes="1", nproc=2)
+    agent = nodes.agent(1, f"--max-restarts={rounds - 1}", "--set=restart-pause=0", nnodes="1", nproc=2)
     assert nodes.ends(agent, timeout=60.0 + 30 * rounds) == 1
     blamed = re.findall(r"^elastirun: round \d+: .*\(rank (\d) on .*\)$", nodes.out(1), re.MULTILINE)
     assert blamed == [str(number % 2) for number in range(1, rounds)]

@@ -79,7 +79,7 @@ def collector() -> Iterator[Collector]:
 def test_a_life_with_a_failure_and_a_signal_is_one_trace(nodes: Cluster, collector: Collector) -> None:
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     nodes.env |= {NAMED: HTTP.format(collector.server_address[1]), "TRACEPARENT": f"00-{trace}-{parent}-01"}
-    agent = nodes.launch(1, "--standalone", "--max-restarts=1", "--restart-pause=0", str(nodes.script))
+    agent = nodes.launch(1, "--standalone", "--max-restarts=1", "--set=restart-pause=0", str(nodes.script))
     nodes.worker().tell("exit 3")
     nodes.worker()
     agent.send_signal(signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_the_spans_say_whose_they_are(nodes: Cluster, collector: Collector) -> N
 def test_a_collector_that_does_not_answer_delays_no_job(nodes: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         nodes.env |= {NAMED: HTTP.format(silent.getsockname()[1])}
-        agent = nodes.launch(1, "--standalone", "--max-restarts=1", "--restart-pause=0", str(nodes.script))
+        agent = nodes.launch(1, "--standalone", "--max-restarts=1", "--set=restart-pause=0", str(nodes.script))
         nodes.worker().tell("exit 3")
         nodes.worker().tell("exit 0")  # the span of the first round waits for its answer meanwhile
         assert nodes.ends(agent, timeout=PATIENCE) == 0

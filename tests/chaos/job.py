@@ -227,7 +227,7 @@ class Job:
         name = f"h{i}-{sum(agent.node == i for agent in self.all)}"
         logs = self.folder / f"{name}.logs"
         terms = self.terms
-        options = [f"--nnodes=1:{terms.most}", *self.where, "--rdzv-id=chaos", "--max-restarts=100000", "--restart-pause=0"]
+        options = [f"--nnodes=1:{terms.most}", *self.where, "--rdzv-id=chaos", "--max-restarts=100000", "--set=restart-pause=0"]
         options += [f"--expire={terms.expire:g}", f"--store-grace={terms.store_grace:g}", "--last-call=1", f"--log-dir={logs}"]
         options += [f"--store-succession={terms.succession}"]
         command = self.network[i].inside(sys.executable, "-m", "elastirun", *options, str(self.script))

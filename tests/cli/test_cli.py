@@ -18,7 +18,7 @@ import pytest
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.cli import command_line, main, parse
 from elastirun.cli.detect.detected import Host
-from elastirun.cli.options import GROUPS, OPTIONS
+from elastirun.cli.options import GROUPS, KEYS, OPTIONS
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import BadCommand, StartError, UsageError
 
@@ -62,16 +62,15 @@ def elastirun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 FROZEN = """
 module m PET_MODULE flag
 no-python - PET_NO_PYTHON flag
-run-path - PET_RUN_PATH flag
 preload - PET_PRELOAD off
 dry-run - PET_DRY_RUN flag
 version - - flag
+help-all - - flag
 print-completion - - None
 nnodes - PET_NNODES 1:1
 nproc-per-node - PET_NPROC_PER_NODE 1
 standalone - PET_STANDALONE flag
 node-rank - PET_NODE_RANK 0
-role - PET_ROLE default
 rdzv-endpoint - PET_RDZV_ENDPOINT ''
 rdzv-id - PET_RDZV_ID none
 rdzv-backend - PET_RDZV_BACKEND static
@@ -91,29 +90,28 @@ max-restarts - PET_MAX_RESTARTS 0
 restart-window - PET_RESTART_WINDOW 0
 fail-fast - PET_FAIL_FAST flag
 hang-timeout - PET_HANG_TIMEOUT off
-first-step-timeout - PET_FIRST_STEP_TIMEOUT off
 stacks - PET_STACKS on
 strikes - PET_STRIKES 0
-strikes-cooldown - PET_STRIKES_COOLDOWN 600
-restart-pause - PET_RESTART_PAUSE 10
 exit-code-from-worker - PET_EXIT_CODE_FROM_WORKER flag
 grace - PET_GRACE 30
 failure-grace - PET_FAILURE_GRACE None
-shutdown-timeout - PET_SHUTDOWN_TIMEOUT None
 signals-to-handle - PET_SIGNALS_TO_HANDLE SIGTERM,SIGINT,SIGHUP,SIGQUIT
 forward-signals - PET_FORWARD_SIGNALS ''
 log-dir - PET_LOG_DIR None
 redirects r PET_REDIRECTS 0
 tee t PET_TEE 0
-log-line-prefix-template - PET_LOG_LINE_PREFIX_TEMPLATE ''
-local-ranks-filter - PET_LOCAL_RANKS_FILTER ''
 show - PET_SHOW ''
 log-limit - PET_LOG_LIMIT None
-log-mode - PET_LOG_MODE 600
-duplicate-stdout-filters - PET_DUPLICATE_STDOUT_FILTERS ''
-duplicate-stderr-filters - PET_DUPLICATE_STDERR_FILTERS ''
 event-log-handler - PET_EVENT_LOG_HANDLER null
 health-port - PET_HEALTH_PORT None
+set - PET_SET ''
+run-path - PET_RUN_PATH flag
+role - PET_ROLE default
+shutdown-timeout - PET_SHUTDOWN_TIMEOUT None
+log-line-prefix-template - PET_LOG_LINE_PREFIX_TEMPLATE ''
+local-ranks-filter - PET_LOCAL_RANKS_FILTER ''
+duplicate-stdout-filters - PET_DUPLICATE_STDOUT_FILTERS ''
+duplicate-stderr-filters - PET_DUPLICATE_STDERR_FILTERS ''
 numa-binding - PET_NUMA_BINDING None
 virtual-local-rank - PET_VIRTUAL_LOCAL_RANK flag
 monitor-interval - PET_MONITOR_INTERVAL 0.1
@@ -127,6 +125,8 @@ def test_names_short_forms_variables_and_defaults_do_not_change() -> None:
         f"{o.name[2:]} {o.short or '-'} {o.env or '-'} {'flag' if o.flag else repr('') if o.default == '' else o.default}" for o in OPTIONS
     ]
     assert table == FROZEN.strip().splitlines()
+    keys = {"first-step-timeout": "off", "strikes-cooldown": "600", "restart-pause": "10", "log-mode": "600"}
+    assert {name: key.default for name, key in KEYS.items()} == keys
 
 
 SINCE_2_14 = {"log_line_prefix_template", "print_completion"}  # options that an older torchrun does not have
@@ -179,6 +179,8 @@ print(json.dumps([(a.dest, a.option_strings, isinstance(a, (env, check_env)), a.
         ("--v t.py", {"virtual_local_rank": "1"}),
         ("--e null t.py", {"event_log_handler": "null"}),
         ("--vers t.py", {"version": "1"}),
+        ("--help-a t.py", {"help_all": "1"}),
+        ("--set a=1 --set=b=2,c=3 t.py", {"set": "a=1,b=2,c=3"}),
         ("-h t.py", {"help": "1"}),
         ("--he t.py", {"help": "1"}),
         ("--h t.py", {"help": "1"}),
@@ -223,7 +225,8 @@ BAD = [
     ("--nproc-per-nodes=2 t.py", "did you mean --nproc-per-node"),
     ("-nnodes=2 t.py", "did you mean --nnodes"),
     ("-x t.py", "'-x'"),
-    ("--log=a t.py", "--log-dir, --log-line-prefix-template, --log-limit, --log-mode, --logs-specs"),
+    ("-f t.py", "no option '-f'"),
+    ("--log=a t.py", "--log-dir, --log-limit, --log-line-prefix-template, --logs-specs"),
     ("--rdzv=a t.py", "--rdzv-endpoint, --rdzv-id"),
     ("--standalone=1 t.py", "--standalone: it is a flag and takes no value"),
     ("--standa=1 t.py", "--standalone: it is a flag and takes no value"),
@@ -235,8 +238,18 @@ BAD = [
     ("--nprocs=2 t.py", "did you mean --nproc-per-node"),
     ("--rdzv-endpoint=h:99999 t.py", "there is no port 99999; give one from 1 to 65535"),
     ("--rdzv-endpoint=h:x t.py", "no port number"),
-    ("--log-mode=755 t.py", "640 (and the group)"),
-    ("--log-mode=400 t.py", "--log-mode"),
+    ("--set=log-mode=755 t.py", "640 (and the group)"),
+    ("--set=log-mode=400 t.py", "elastirun: --set log-mode: "),
+    ("--set=log-mode t.py", "is not KEY=VALUE; give KEY=VALUE"),
+    (
+        "--set=restart-pauses=0 t.py",
+        "(did you mean restart-pause?); the keys are first-step-timeout, strikes-cooldown, ",
+    ),
+    ("--set --standalone t.py", "--set: the value is missing"),
+    ("--restart-pause=0 t.py", "--restart-pause is a key of --set; write --set restart-pause=SECONDS"),
+    ("--log_mode 640 t.py", "--log-mode is a key of --set; write --set log-mode=MODE"),
+    ("--first-step=9 t.py", "--first-step-timeout is a key of --set; write --set first-step-timeout=off|SECONDS"),
+    ("--strikes-cooldown t.py", "write --set strikes-cooldown=SECONDS"),
     ("--rdzv-endpoint=a:1,b:2 t.py", "--rdzv-endpoint"),
     ("--rdzv-endpoint=http://h:1 t.py", "--rdzv-endpoint"),
     ("--rdzv-conf=a t.py", "--rdzv-conf"),
@@ -272,9 +285,9 @@ BAD = [
     ("--failure-grace=-1 t.py", "--failure-grace"),
     ("--hang-timeout=0 t.py", "--hang-timeout"),
     ("--hang-timeout=on t.py", "off, auto"),
-    ("--first-step-timeout=auto t.py", "or off"),
+    ("--set=first-step-timeout=auto t.py", "or off"),
     ("--strikes=-1 t.py", "at least 0"),
-    ("--strikes-cooldown=0 t.py", "above 0"),
+    ("--set=strikes-cooldown=0 t.py", "above 0"),
     ("--event-log-handler=jsonl t.py", "--log-dir"),
     ("--grace=1 --shutdown-timeout=2 t.py", "--grace and --shutdown-timeout"),
     ("--expire=0.5 t.py", "--expire"),
@@ -308,6 +321,8 @@ def test_bad_input_is_one_line_and_status_2(elastirun: Elastirun, line: str, par
         ("PET_TEE", "all"),
         ("PET_TOKEN_FILE", ""),
         ("PET_DRY_RUN", "x"),
+        ("PET_SET", "restart=0"),
+        ("PET_SET", "restart-pause"),
         ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "x"),
     ],
 )
@@ -436,8 +451,8 @@ def test_a_secret_for_etcd_that_others_can_read_is_warned_of(elastirun: Elastiru
 def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(SECRET)
     (tmp_path / "token").chmod(0o600)
-    line = "--dry-run --nnodes=1:3 --rdzv-endpoint=node0 --rdzv-id=j --token-file=token --nproc-per-node=2 t.py --name"
-    result = elastirun(*line.split(), "a b", PET_ROLE="trainer")
+    line = "--dry-run --nnodes=1:3 --rdzv-endpoint=node0 --rdzv-id=j --token-file=token --nproc-per-node=2 --set=log-mode=640 t.py --name"
+    result = elastirun(*line.split(), "a b", PET_ROLE="trainer", PET_SET="restart-pause=0,log-mode=600")
     assert (result.status, result.err, result.config) == (0, "", None)
     assert SECRET not in result.out
     for row in (
@@ -446,28 +461,50 @@ def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Pa
         r"--rdzv-backend +c10d +derived: MIN:MAX nodes",
         r"--rdzv-endpoint +node0:29400 +derived: .*",
         r"--token-file +token +command line",
+        r"--set log-mode +640 +command line",
+        r"--set restart-pause +0 +environment PET_SET restart-pause",
     ):
         assert re.search(rf"^  {row}$", result.out, re.MULTILINE), row
     assert f"2 workers would each run: {sys.executable} -u t.py --name 'a b'\nNothing was started.\n" in result.out
     assert "\n1 worker would run: " in elastirun("--dry-run", "t.py").out
     assert re.search("^listens: the rendezvous store: not here, ", result.out, re.MULTILINE)
     assert re.search("^live: workers whose script calls elastirun.train.elastic", result.out, re.MULTILINE)
+    assert "--set strikes-cooldown" not in result.out
     assert "--expire" not in result.out and " default" not in result.out.replace("its default;", ""), "only what was given or derived"
 
 
-def test_help_teaches(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def options_in(text: str) -> list[str]:
+    return re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_help_is_short_and_says_where_the_rest_is(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     result = elastirun("--nnodes=nonsense", "--help", PET_STANDALONE="nonsense")  # nothing else need be right
+    assert (result.status, result.err) == (0, "")
+    assert max(map(len, result.out.splitlines())) <= 101
+    names = options_in(result.out)
+    assert len(names) <= 20 and {"--help", "--help-all", "--nnodes", "--rdzv-endpoint", "--max-restarts", "--log-dir"} <= {*names}
+    assert result.out.splitlines()[-1] == f"elastirun --help-all shows all {len(OPTIONS) + 1} options."
+
+
+def test_help_all_has_every_option_and_key(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    result = elastirun("--nnodes=nonsense", "--help-all", PET_STANDALONE="nonsense")  # nothing else need be right
     assert (result.status, result.err) == (0, "")
     assert max(map(len, result.out.splitlines())) <= 101
     places = [
         result.out.index(text) for text in ("auto train.py", "--nnodes=1:3", "--master-addr=node0", *(f"{title}:" for title in GROUPS))
     ]
     assert places == sorted(places)
+    assert sorted(options_in(result.out)) == sorted(["--help", *(option.name for option in OPTIONS)])
+    assert [*GROUPS][-1] == "From torchrun" and not any(option.new for option in GROUPS["From torchrun"])
+    text = " ".join(result.out.split())
     for option in OPTIONS:
-        assert f" {option.name} " in result.out
         shown = f"[{option.env}={option.default}]" if option.default else f"[{option.env}]"
-        assert option.env is None or shown in " ".join(result.out.split())
+        assert option.env is None or shown in text.replace("= ", "=")
+    for name, key in KEYS.items():
+        assert re.search(rf" {name}={re.escape(key.metavar)} [^\]]*\[{key.default}\]", text), name
 
 
 def test_the_shell_completes_options_and_then_files(elastirun: Elastirun) -> None:
@@ -477,7 +514,7 @@ def test_the_shell_completes_options_and_then_files(elastirun: Elastirun) -> Non
         script = elastirun("--print-completion", "bash").out + complete
         return subprocess.run(["bash", "-c", script, "-", word], capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
 
-    assert press_tab("--log-l") == ["--log-line-prefix-template --log-limit", "complete -o default -F _elastirun elastirun"]
+    assert press_tab("--log-l") == ["--log-limit --log-line-prefix-template", "complete -o default -F _elastirun elastirun"]
     assert set(press_tab("--")[0].split()) == {"--help", *(option.name for option in OPTIONS)}
     assert press_tab("tr")[0] == ""
     for shell in ("zsh", "tcsh"):
@@ -498,7 +535,7 @@ def test_the_examples_of_the_help_work(elastirun: Elastirun) -> None:
 
 def test_the_page_for_those_who_come_from_torchrun_names_every_option_and_key() -> None:
     page = (ROOT / "docs" / "torchrun.md").read_text()
-    assert [option.name for option in OPTIONS if f"`{option.name}`" not in page] == []
+    assert [name for name in (*(option.name for option in OPTIONS), *KEYS) if f"`{name}`" not in page] == []
     keys = page.partition("## Keys of")[2].partition("\n## ")[0]
     documented = {key for row in re.findall(r"^\|([^|]*`[^|]*)\|", keys, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
     assert documented == {*parse.KEYS, *parse.KEYS_WITHOUT_EFFECT, *parse.ETCD_KEYS, *parse.ETCD_ALIASES}

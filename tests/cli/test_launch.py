@@ -36,7 +36,7 @@ def work(kind, point):
     return rank, number, Point(point.x + 1), sys.argv[1:]
 
 if __name__ == "__main__":
-    options = {"fail_fast": True, "max_restarts": 1, "restart_pause": 0} if sys.argv[1] == "once" else {}
+    options = {"fail_fast": True, "max_restarts": 1, "set": {"restart-pause": 0}} if sys.argv[1] == "once" else {}
     try:
         print(elastirun.launch(work, (sys.argv[1], Point(3)), nproc_per_node=int(sys.argv[2]), **options))
     except JobFailed as error:
@@ -108,6 +108,8 @@ def test_what_cannot_be_launched_is_one_line(tmp_path: Path) -> None:
         elastirun.launch(lambda: None)
     with pytest.raises(UsageError, match="--nproc-per-nodes"):
         elastirun.launch(os.getcwd, nproc_per_nodes=2)
+    with pytest.raises(UsageError, match="write --set restart-pause=SECONDS"):
+        elastirun.launch(os.getcwd, restart_pause=0)
     interactive = "import elastirun\ndef train(): pass\nelastirun.launch(train)"
     done = subprocess.run([sys.executable, "-c", interactive], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "UsageError: launch: train is defined in a notebook's cell or an interactive session" in done.stderr.splitlines()[-1]
@@ -126,6 +128,7 @@ def test_the_start_method_of_the_caller_stays_unchosen() -> None:
 def test_options_are_those_of_the_command_line() -> None:
     line = command_line({"nproc_per_node": 2, "standalone": True, "fail_fast": False, "log_dir": None, "show": [0, -1]})
     assert line == ["--nproc-per-node=2", "--standalone", "--show=0,-1"]
+    assert command_line({"set": {"restart-pause": 0, "log_mode": 640}}) == ["--set=restart-pause=0,log_mode=640"]
 
 
 @pytest.mark.parametrize(("options", "alone"), [("", True), (", detect='auto', join_timeout=0.1", False)])

@@ -316,6 +316,21 @@ def test_a_variable_of_no_option_is_named(name: str, hint: str) -> None:
     config_of("t.py", {"PETS": "2", "pet_nnode": "2"})
 
 
+@pytest.mark.parametrize("key", ["restart-pause", "strikes-cooldown", "log-mode", "first-step-timeout"])
+def test_a_variable_that_is_a_key_of_set_is_named(key: str) -> None:
+    name = f"PET_{key.upper().replace('-', '_')}"
+    warning = warning_of("t.py", {name: "640"})
+    assert warning.startswith(f"{name} has no effect: {key} is a key of --set; write PET_SET={key}=")
+
+
+def test_keys_of_set_come_from_the_command_line_and_the_environment() -> None:
+    environ = {"PET_SET": "restart-pause=1,strikes_cooldown=7"}
+    config = config_of("--set=restart-pause=2 --set first-step-timeout=9,restart_pause=3 t.py", environ)
+    assert (config.timing.restart_pause, config.strikes_cooldown, config.first_step_timeout) == (3.0, 7.0, 9.0)
+    assert config_of("--set= t.py", {"PET_SET": " "}) == config_of("t.py")
+    assert error_of("t.py", {"PET_SET": "restart-pause=x"}).startswith("PET_SET restart-pause: 'x' is not a number of seconds")
+
+
 def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
     options = GivenOptions({"nproc_per_node": "auto"}, {})
     assert resolve(options, ["t.py"], MachineFacts(lambda: 6, lambda kind: 0, lambda: "id", lambda: LAPTOP, imports)).nproc == 6
@@ -331,7 +346,7 @@ def test_times() -> None:
     assert config_of("--grace=60 t.py").timing.failure_grace == 60, "one grace on every path, when it is asked for"
     assert config_of("--shutdown-timeout=30 t.py").timing.failure_grace == 30
     assert config_of("t.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).timing.failure_grace == 9
-    assert config_of("--grace=60 --failure-grace=3 --restart-pause=0 t.py").timing == Timing(grace=60, failure_grace=3, restart_pause=0)
+    assert config_of("--grace=60 --failure-grace=3 --set=restart-pause=0 t.py").timing == Timing(grace=60, failure_grace=3, restart_pause=0)
     assert config_of("--rdzv-conf=keep_alive_interval=2 t.py").timing.expire == 6.0
     assert config_of("--rdzv-conf=keep_alive_max_attempt=2 t.py").timing.expire == 10.0
     assert config_of("--join-timeout=7 --rdzv-conf=join_timeout=7 t.py").timing.join_timeout == 7.0
@@ -512,12 +527,12 @@ def test_which_failures_count() -> None:
     config = config_of("--restart-window=90 --fail-fast --exit-code-from-worker t.py")
     assert (config.restart_window, config.fail_fast, config.exit_code_from_worker) == (90.0, True, True)
     assert [config_of(text).hang_timeout for text in ("t.py", "--hang-timeout=auto t.py", "--hang-timeout=90 t.py")] == [None, 0.0, 90.0]
-    assert [config_of(text).first_step_timeout for text in ("t.py", "--first-step-timeout=90 t.py")] == [None, 90.0]
+    assert [config_of(text).first_step_timeout for text in ("t.py", "--set=first-step-timeout=90 t.py")] == [None, 90.0]
     assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)
 
 
 def test_how_often_a_node_may_fail() -> None:
     assert (config_of("t.py").strikes, config_of("t.py").strikes_cooldown) == (0, 600.0)
-    config = config_of("--strikes=3 --strikes-cooldown=60 t.py")
+    config = config_of("--strikes=3 --set=strikes-cooldown=60 t.py")
     assert (config.strikes, config.strikes_cooldown) == (3, 60.0)
     assert config_of("t.py", {"PET_STRIKES": "2"}).strikes == 2

@@ -4,7 +4,7 @@
 
 elastirun with ``--preload=torch``, elastirun and torchrun take turns, twice, with the same command line: a start, then
 two kills of the worker in the first turn and one in the second. A worker has a gloo group of its own, and its step
-is a kernel whose result it reads. elastirun has ``--restart-pause=0``: this measures a restart, not the pause before
+is a kernel whose result it reads. elastirun has ``--set restart-pause=0``: this measures a restart, not the pause before
 it, which grows when rounds fail soon. What all of them read is in the page cache.
 """
 
@@ -43,7 +43,7 @@ def measure(launcher: Launcher, kills: int, times: Times) -> None:
     """Run a job from its command to its last kill, and add the times. What does not come up ends the job."""
     with Bench(launcher) as bench:
         since = time.monotonic()
-        bench.agent("1", COMMAND, env={"BENCH_DEVICE": DEVICE, "PET_RESTART_PAUSE": "0"})
+        bench.agent("1", COMMAND, env={"BENCH_DEVICE": DEVICE, "PET_SET": "restart-pause=0"})
         if (at := bench.first_step(1, since, CAP)) is None:
             return missed(bench, times, "start")
         note(launcher, "start", times.starts, at - since)

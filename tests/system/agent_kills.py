@@ -91,7 +91,8 @@ class Job:
         path.write_text(script)
         line = [sys.executable, "-m", "elastirun", "--nnodes=1:2", f"--nproc-per-node={nproc}", "--rdzv-id=test"]
         line += [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf=is_host={int(number == 1)}", f"--local-addr=127.0.0.{number}"]
-        line += ["--max-restarts=10000", "--restart-pause=0", "--last-call=0.3", "--failure-grace=0.2", f"--expire={EXPIRE:g}", str(path)]
+        line += ["--max-restarts=10000", "--set=restart-pause=0", "--last-call=0.3", "--failure-grace=0.2"]
+        line += [f"--expire={EXPIRE:g}", str(path)]
         temporary = self.folder / f"tmp{number}"
         temporary.mkdir()
         everywhere = {**os.environ, "TEST_OUT": str(self.out), "TMPDIR": str(temporary)}

@@ -133,9 +133,9 @@ class Job:
         where = (f"--rdzv-endpoint=127.0.0.{self.host}:{self.nodes.port}", "--rdzv-id=test", f"--rdzv-conf=is_host={int(i == self.host)}")
         if self.nodes.etcd:
             where = ("--rdzv-backend=etcd", f"--rdzv-endpoint={','.join(self.nodes.etcd)}", f"--rdzv-id={self.nodes.tmp_path.name}")
-        usual = ("--max-restarts=100000", "--last-call=0.1", "--restart-pause=0", f"--grace={GRACE:g}", f"--expire={self.expire:g}", *more)
+        usual = ("--max-restarts=100000", "--last-call=0.1", "--set=restart-pause=0", f"--grace={GRACE:g}", f"--expire={self.expire:g}")
         script = (str(self.nodes.script), str(self.directory), json.dumps(self.options))
-        return self.nodes.launch(i, *self.size, *where, f"--local-addr=127.0.0.{i}", *usual, *script, before=before)
+        return self.nodes.launch(i, *self.size, *where, f"--local-addr=127.0.0.{i}", *usual, *more, *script, before=before)
 
     def steps(self) -> list[int]:
         """The steps of the published checkpoints, the newest first."""

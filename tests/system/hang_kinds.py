@@ -240,8 +240,8 @@ def run(kind: str, tries: int, limit: float, chance: random.Random) -> tuple[lis
 
 
 def start(nodes: Cluster, i: int, kind: str, limit: float) -> Any:
-    options = [f"--hang-timeout={limit:g}", f"--first-step-timeout={limit if kind == 'start' else 60:g}"]
-    options += ["--max-restarts=1000", "--restart-pause=0", "--last-call=0.1", "--log-dir=" + str(nodes.tmp_path / f"logs{i}")]
+    options = [f"--hang-timeout={limit:g}", f"--set=first-step-timeout={limit if kind == 'start' else 60:g}"]
+    options += ["--max-restarts=1000", "--set=restart-pause=0", "--last-call=0.1", "--log-dir=" + str(nodes.tmp_path / f"logs{i}")]
     options += ["--preload=torch"] if kind in OF_TORCH else []
     where = [f"--rdzv-endpoint=127.0.0.1:{nodes.port}", f"--rdzv-conf=is_host={int(i == 1)}", f"--local-addr=127.0.0.{i}"]
     size = [f"--nnodes={NODES}", f"--nproc-per-node={WORKERS}"]

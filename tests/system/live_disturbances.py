@@ -12,7 +12,8 @@
 Each kind has several ways, which take turns. A trap in the worker (tests/support/live_traps.py) disturbs at the very point, and says so in
 the log. A try ends when as many workers as before train in a new world and are further than before. It went on *live* if all workers that
 were not disturbed are still there, else by *restart*. The seconds without a step are counted from the disturbance on; a step is done when
-all ranks have made it. A worker that hangs outside of a park is found by ``--hang-timeout`` and ``--first-step-timeout``, in seconds here.
+all ranks have made it. A worker that hangs outside of a park is found by ``--hang-timeout`` and
+``--set first-step-timeout``, in seconds here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.support.live_traps import STANDS, set_trap
 from tests.system.live_kills import SAMPLES, Job, children, is_worker, job
 
 WIDTH, SLICE = 128, 16 << 10  # of the network, and bytes of a slice: its state comes in a dozen slices
-HANG, FIRST_STEP = 3, 12  # seconds: --hang-timeout, --first-step-timeout; a new worker imports torch before its first step
+HANG, FIRST_STEP = 3, 12  # seconds: --hang-timeout, --set first-step-timeout; a new worker imports torch before its first step
 RECENT = 20_000  # lines of the log that a try reads
 STEP = 0.01  # seconds in each step that its ranks sleep
 
@@ -350,7 +351,7 @@ def main() -> None:
     parser.add_argument("--keep", help="a folder for the logs, which stay")
     args = parser.parse_args()
     options = [f"--preload={args.preload}"] * bool(args.preload)
-    options += [f"--hang-timeout={HANG}", f"--first-step-timeout={FIRST_STEP}"]
+    options += [f"--hang-timeout={HANG}", f"--set=first-step-timeout={FIRST_STEP}"]
     failed = False
     with ExitStack() as stack:
         folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="live-disturbances-")))

@@ -56,7 +56,7 @@ class Job:
     def start(self, node: int) -> None:
         """Start the agent of a node."""
         given = {"TEST_LOG": str(self.log), "TEST_SAMPLES": str(SAMPLES), "TEST_BATCH": str(BATCH), "TEST_EPOCHS": "1000000"}
-        env = {**os.environ, "TMPDIR": str(self.folder), "PET_RESTART_PAUSE": "0", "OMP_NUM_THREADS": "1", **given, **self.env}
+        env = {**os.environ, "TMPDIR": str(self.folder), "PET_SET": "restart-pause=0", "OMP_NUM_THREADS": "1", **given, **self.env}
         nproc = self.slots.get(node, self.nproc)
         line = [sys.executable, "-m", "elastirun", f"--nproc-per-node={nproc}", "--max-restarts=100000", *self.options]
         if self.nodes > 1:

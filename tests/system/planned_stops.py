@@ -96,7 +96,7 @@ class Story:
         self.workers = self.await_round()
 
     def start(self, i: int) -> Any:
-        options = ("--max-restarts=1000", "--last-call=0.1", "--restart-pause=0", f"--grace={GRACE:g}")
+        options = ("--max-restarts=1000", "--last-call=0.1", "--set=restart-pause=0", f"--grace={GRACE:g}")
         options += (f"--log-dir={self.nodes.tmp_path}/logs{i}",)
         where = [f"--rdzv-endpoint=127.0.0.1:{self.nodes.port}", "--rdzv-id=test", f"--rdzv-conf=is_host={int(i == 1)}"]
         size = ["--nnodes=1:3", f"--nproc-per-node={2 if i == 1 else 1}"]

@@ -58,7 +58,7 @@ def one_try(target: str, after: float, modules: str = "json") -> Try:
         script, out, said = Path(folder, "script.py"), Path(folder, "rounds"), Path(folder, "said")
         script.write_text(SCRIPT)
         out.touch()
-        env = {**os.environ, TAG: tag, "TEST_OUT": str(out), "PET_RESTART_PAUSE": "0", "TMPDIR": folder}
+        env = {**os.environ, TAG: tag, "TEST_OUT": str(out), "PET_SET": "restart-pause=0", "TMPDIR": folder}
         line = [sys.executable, "-m", "elastirun", f"--preload={modules}", "--nproc-per-node=2", "--max-restarts=9", str(script)]
         with said.open("w") as file:
             agent = subprocess.Popen(line, env=env, stdout=file, stderr=file)

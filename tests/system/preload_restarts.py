@@ -96,7 +96,7 @@ def restart(nodes: Cluster, restarts: int, modules: str, every: int) -> tuple[li
     waits.write_text(nodes.script.read_text())  # reports to the test, and does what it says
     nodes.script = nodes.tmp_path / "script.py"
     nodes.script.write_text(SCRIPT)
-    nodes.env |= {TAG: tag, "TEST_OUT": str(out), "TEST_EVERY": str(every), "TEST_WAIT": str(waits), "PET_RESTART_PAUSE": "0"}
+    nodes.env |= {TAG: tag, "TEST_OUT": str(out), "TEST_EVERY": str(every), "TEST_WAIT": str(waits), "PET_SET": "restart-pause=0"}
     agent = nodes.launch(1, f"--preload={modules}", f"--nproc-per-node={WORKERS}", f"--max-restarts={restarts}", str(nodes.script))
     samples = []
     for number in range(every, restarts + 2, every):

@@ -75,7 +75,7 @@ class Job:
 
     def start(self, node: int) -> subprocess.Popen[bytes]:
         line = ["--nnodes=1:2", "--nproc-per-node=2", "--rdzv-id=faults", "--max-restarts=9", "--last-call=1", "--hang-timeout=3"]
-        line += ["--grace=5", "--restart-pause=0"]
+        line += ["--grace=5", "--set=restart-pause=0"]
         line += [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf=is_host={int(node == 0)}", f"--local-addr=127.0.0.{node + 1}"]
         command = [sys.executable, "-m", "elastirun", *line, f"--log-dir={self.folder}/logs", f"{self.folder}/worker.py"]
         began = time.monotonic()

@@ -67,7 +67,7 @@ ELASTIC = ("--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_h
 @pytest.mark.parametrize("options", [(), ELASTIC], ids=["one node", "with a store and logs"])
 def test_a_hundred_rounds_leave_nothing_in_the_agent(nodes: Cluster, options: tuple[str, ...]) -> None:
     more = [option.format(port=nodes.port, logs=nodes.tmp_path / "logs") for option in options]
-    command = ("--max-restarts=1000", "--restart-pause=0", "--nproc-per-node=2", *more, "--no-python", str(nodes.script))
+    command = ("--max-restarts=1000", "--set=restart-pause=0", "--nproc-per-node=2", *more, "--no-python", str(nodes.script))
     agent = nodes.launch(1, *command)
     found = []
     for number in (EARLY, LATE):

@@ -135,7 +135,7 @@ def start(nodes: Cluster, script: str, *arguments: str, options: tuple[str, ...]
     """Start an agent."""
     nodes.script.write_text(script)
     nodes.env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    common = ("--standalone", "--restart-pause=0", f"--log-dir={nodes.tmp_path}/logs")
+    common = ("--standalone", "--set=restart-pause=0", f"--log-dir={nodes.tmp_path}/logs")
     return nodes.launch(1, *common, *options, str(nodes.script), *arguments, **more)
 
 

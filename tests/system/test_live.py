@@ -115,7 +115,7 @@ def test_a_new_worker_is_taken_in_although_the_others_have_lost_their_connection
 
 @pytest.mark.parametrize(("nodes", "nproc"), [(1, 3), (2, 1)])
 def test_only_the_new_worker_waits_where_the_same_one_fails_again_and_again(tmp_path: Path, nodes: int, nproc: int) -> None:
-    env = {"TEST_PAUSE": "0.005", "PET_RESTART_PAUSE": "10"}
+    env = {"TEST_PAUSE": "0.005", "PET_SET": "restart-pause=10"}
     size = nodes * nproc
     with job(tmp_path, nodes, nproc, "--preload=torch", **env) as running:
         before = running.world(size)

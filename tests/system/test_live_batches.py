@@ -83,7 +83,7 @@ dist.destroy_process_group()
 def launch(folder: Path, how: str, *launcher: str) -> tuple[int, str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "TMPDIR": str(folder), "PET_RESTART_PAUSE": "0", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TMPDIR": str(folder), "PET_SET": "restart-pause=0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, str(script), how, str(folder / f"checkpoints {len(launcher)}")]
     job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

@@ -118,7 +118,7 @@ def launch(folder: Path, *options: str, dies: str, nproc: int = 3) -> subprocess
     (folder / "script.py").write_text(SCRIPT)
     line = [sys.executable, "-m", "elastirun", f"--nproc-per-node={nproc}", "--preload=torch", "--max-restarts=1", *options]
     command = [*line, str(folder / "script.py"), str(folder / "checkpoints"), dies]
-    env = {**os.environ, "TMPDIR": str(folder), "PET_RESTART_PAUSE": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TMPDIR": str(folder), "PET_SET": "restart-pause=0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -126,6 +126,6 @@ def test_a_script_sees_neither_our_folder_nor_our_sitecustomize(nodes: Cluster) 
 
 def test_before_the_first_step_the_rank_outside_of_the_barrier_is_the_cause(nodes: Cluster) -> None:
     nodes.script.write_text(BARRIER)
-    agent = nodes.agent(1, "--first-step-timeout=3", nnodes="1", nproc=2)
+    agent = nodes.agent(1, "--set=first-step-timeout=3", nnodes="1", nproc=2)
     assert nodes.ends(agent) == 1, nodes.everything()
     assert "rank      : 1 (local_rank: 1)" in nodes.out(1) and "in read_checkpoint" in nodes.out(1), nodes.everything()

@@ -163,7 +163,7 @@ def test_logs_may_be_for_the_group_and_keep_the_folders_group(nodes: Cluster) ->
     folder = nodes.tmp_path / "logs"
     folder.mkdir(mode=0o2750)
     folder.chmod(0o2750)
-    line = command("-r3", "--log-mode=640", f"--log-dir={folder}", script(nodes, "print(1)"))
+    line = command("-r3", "--set=log-mode=640", f"--log-dir={folder}", script(nodes, "print(1)"))
     done = subprocess.run(line, cwd=ROOT, env=nodes.env, umask=0o077, timeout=PATIENCE)
     assert done.returncode == 0
     for path in folder.rglob("*"):

@@ -68,7 +68,7 @@ socket.getaddrinfo = watched
 
 def test_a_local_address_is_looked_up_outside_of_the_loop(nodes: Cluster) -> None:
     where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=test", "--rdzv-conf=is_host=1", "--local-addr=localhost")
-    options = ("--nnodes=1:2", *where, "--last-call=0.1", "--max-restarts=1", "--restart-pause=0")
+    options = ("--nnodes=1:2", *where, "--last-call=0.1", "--max-restarts=1", "--set=restart-pause=0")
     agent = nodes.launch(1, *options, str(nodes.script), program=with_change(WATCHED))
     (worker,) = nodes.round(1)
     worker.tell("exit 1")

@@ -10,7 +10,7 @@ from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd, needs_etcd
 from tests.support.until import until
 
-OPTIONS = ("--max-restarts=9", "--restart-pause=0", "--event-log-handler=console")
+OPTIONS = ("--max-restarts=9", "--set=restart-pause=0", "--event-log-handler=console")
 
 
 def two_and_a_spare(c: Cluster, *options: str) -> list[Worker]:
@@ -49,7 +49,7 @@ def test_a_node_that_fails_twice_sits_out_and_the_spare_takes_its_place(tmp_path
 
 def test_after_its_time_it_is_a_spare_with_a_fresh_count(tmp_path: Path) -> None:
     with cluster(tmp_path) as c:
-        two_and_a_spare(c, "--strikes=1", "--strikes-cooldown=15")[1].tell("raise once")
+        two_and_a_spare(c, "--strikes=1", "--set=strikes-cooldown=15")[1].tell("raise once")
         c.round(2, after=1)
         c.says(2, "s: its time is over")
         c.says(2, "round 2 has its 2 nodes; this node is a spare")

@@ -63,7 +63,7 @@ class Job:
         command += [f"--rdzv-endpoint=127.0.0.1:{self.port}"]
         command += [f"--local-addr=127.0.0.{node}", f"--rdzv-conf=is_host={int(node == 1)}", str(self.script)]
         with open(self.folder / "output", "ab") as out:
-            env = {**environment(self.folder), "TMPDIR": str(self.folder), "PET_RESTART_PAUSE": "0"}
+            env = {**environment(self.folder), "TMPDIR": str(self.folder), "PET_SET": "restart-pause=0"}
             self.agents.append(subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=self.folder))
 
     def run(self) -> int:
