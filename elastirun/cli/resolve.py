@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
-from elastirun.cli.options import KEYS, OPTIONS
+from elastirun.cli.options import BY_DEST, KEYS, OPTIONS
 from elastirun.cli.rendezvous_options import resolve_rendezvous
 from elastirun.config import NO_FILES, Command, Endpoint, LaunchConfig, LogPolicy, Preload, RendezvousConfig, StdMap, Timing
 from elastirun.errors import StartError, UsageError
@@ -25,6 +25,7 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's variable for -
 MOST_WORKERS = 4096  # on one node; far above any machine's devices, so more is a typing mistake
 LEAST_LOG_LIMIT = 1 << 16  # bytes; the longest line that is kept in one piece
 MOVE = 3.0  # seconds within which the rendezvous store has moved, once its host is given up
+LATE = ("nnodes", "nproc_per_node", "standalone", "rdzv_endpoint", "rdzv_id", "max_restarts")  # names that scripts hardly have
 SHORTEST_EXPIRE = 1.0  # seconds; below this a busy node is taken for a lost one
 
 
@@ -42,6 +43,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         why = f"a silent host of the store is given up only after twice --expire ({timing.doubt:g} s)"
         options.warn(f"{given} is too short: {why}, and the nodes end before that; make it longer")
     logs = _logs(options)
+    _warn_of_late_options(options, script)
     options.read("monitor_interval", parse.seconds(0.0, above=True))
     options.read("start_method", parse.choice("spawn", "fork", "forkserver"))
     if options.text("logs_specs"):
@@ -318,6 +320,16 @@ def _warn_of_variables(options: GivenOptions) -> None:
         elif name not in known:
             hint = parse.nearest(name, known).replace("mean ", "mean PET_")
             options.warn(f"PET_{name} has no effect: no option has this variable{hint}")
+
+
+def _warn_of_late_options(options: GivenOptions, script: Sequence[str]) -> None:
+    """Warn of options after the script, unless the same option is also given to elastirun: then the script has one, too."""
+    words = script[1 : script.index("--") if "--" in script else None]
+    names = {word.partition("=")[0].replace("_", "-") for word in words}
+    for option in (BY_DEST[dest] for dest in LATE):
+        if option.name in names and not options.is_given(option.dest):
+            where = f"stands after {parse.quote(script[0])}, so the script gets it and elastirun does not"
+            options.warn(f"{option.name} {where}; put it before the script")
 
 
 def _devices(options: GivenOptions, dest: str, kind: str, facts: MachineFacts) -> int | None:

@@ -331,6 +331,23 @@ def test_keys_of_set_come_from_the_command_line_and_the_environment() -> None:
     assert error_of("t.py", {"PET_SET": "restart-pause=x"}).startswith("PET_SET restart-pause: 'x' is not a number of seconds")
 
 
+@pytest.mark.parametrize(
+    ("line", "late"),
+    [
+        ("train.py --nnodes=2", "--nnodes"),
+        ("train.py --lr 1 --nproc_per_node 2", "--nproc-per-node"),
+        ("--nnodes=1 train.py --nnodes=2 --max-restarts=3", "--max-restarts"),
+        ("--nnodes=1 train.py --nnodes=2", ""),  # the script has such an option, too
+        ("train.py -- --nnodes=2", ""),
+        ("train.py --log-dir=x --module --node-rank=0 --nnode=2", ""),
+    ],
+)
+def test_an_option_after_the_script_is_warned_of(line: str, late: str) -> None:
+    where = "stands after 'train.py', so the script gets it and elastirun does not; put it before the script"
+    _, options = resolved(line)
+    assert options.warnings == ([f"{late} {where}"] if late else [])
+
+
 def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
     options = GivenOptions({"nproc_per_node": "auto"}, {})
     assert resolve(options, ["t.py"], MachineFacts(lambda: 6, lambda kind: 0, lambda: "id", lambda: LAPTOP, imports)).nproc == 6
