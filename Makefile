@@ -1,7 +1,9 @@
 # make train      set up .venv (once) and train the example under elastirun with two workers
 # make quick      while you work: style, types, layers and the tests that need no process, within a minute (TESTS=tests/agent/test_guard.py: these, too)
-# make test       every check and test, but for those that take longest
-# make test-long  these
+# make test       every check and test; of tests of many like cases that take long, some of the cases, others each day (TESTS=tests/system: all
+#                 of the cases there)
+# make test-all   all of the cases
+# make test-long  tests that take half a minute and more each
 # make test-loaded  the tests alone, while other work takes every processor: no test may ask for what a busy machine cannot keep
 #                 (TESTS=tests/system for some of them; takes three times as long)
 # make test-preload  the tests of whole jobs once more, with --preload=torch
@@ -33,6 +35,7 @@ STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha2
 PYTEST_OPTIONS := -q -n 4 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 TESTS :=
+DAY = $(shell expr $$(date +%s) / 86400)
 
 # Decisions, which are pure: their tests take a minute together.
 QUICK := $(addprefix tests/rendezvous/test_,$(addsuffix .py,codec contact death_notice failures formation liveness polling rules silence split steps sync timing transcripts updates)) \
@@ -49,7 +52,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_ARCH ?= x86_64
 GPU_PARTS :=
 
-.PHONY: train quick test test-long test-loaded test-preload test-torch mutants failover gpu gpu-wheels nightly lint venv clean
+.PHONY: train quick test test-all test-long test-loaded test-preload test-torch mutants failover gpu gpu-wheels nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
@@ -59,7 +62,10 @@ quick: lint
 	$(PYTEST) tests/test_layers.py $(QUICK) $(TESTS)
 
 test: lint
-	$(PYTEST) $(TESTS)
+	$(if $(TESTS),,TEST_DAY=$(DAY)) $(PYTEST) $(TESTS)
+
+test-all: lint
+	$(PYTEST)
 
 test-loaded: venv
 	@busy=; trap 'kill $$busy' EXIT; trap 'exit 1' INT TERM; \
@@ -67,7 +73,7 @@ test-loaded: venv
 	$(PYTEST) $(TESTS)
 
 mutants: venv
-	TEST_MUTANTS=all $(PYTEST) tests/*/test_mutants.py
+	$(PYTEST) tests/*/test_mutants.py
 
 test-long: venv
 	TEST_LONG=1 $(PYTEST) -m long $(TESTS)
@@ -105,7 +111,7 @@ nightly: venv
 	run env PET_PRELOAD=torch .nightly/bin/python -m tests.nightly.frameworks; \
 	for part in preload in_place live_scripts upstream; do run .nightly/bin/python -m tests.nightly.$$part; done; \
 	for version in $(TORCHES); do run $(MAKE) test-torch TORCH=$$version; done; \
-	run env TEST_GPU_PARTS=all $(PYTEST) tests/gpu/test_run.py; \
+	run $(PYTEST); \
 	for part in hang_kinds honest_pauses; do run $(BIN)/python -m tests.system.$$part; done; \
 	[ -z "$$failed" ] || { printf "failed:$$failed\n"; exit 1; }
 

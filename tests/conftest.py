@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.daily import resting
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -26,10 +27,6 @@ for _name in list(os.environ):  # before any test module is imported, so that th
 # TEST_PRELOAD=torch: the agents that the tests start have --preload=torch, except where a test says something else (make test-preload).
 if _modules := os.environ.get("TEST_PRELOAD"):
     os.environ["PET_PRELOAD"] = _modules
-
-# Which mutants run, see tests/support/mutants.py: the processes of one run agree on the day.
-os.environ.setdefault("TEST_MUTANTS", str(date.today().toordinal()))
-os.environ.setdefault("TEST_GPU_PARTS", str(date.today().toordinal()))  # and which parts of tests/gpu run dry
 
 # Hundreds of agents and workers start here, and several processes collect the tests: none compiles what another one has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -56,14 +53,17 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    later = resting(items)
+    config.hook.pytest_deselected(items=later)
+    items[:] = [item for item in items if item not in later]
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
     if not os.environ.get("TEST_LONG"):
-        later = pytest.mark.skip(reason="long: make test-long")
+        skipped = pytest.mark.skip(reason="long: make test-long")
         for item in items:
             if item.get_closest_marker("long"):
-                item.add_marker(later)
+                item.add_marker(skipped)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def nodes(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.fixture(params=["c10d", "etcd"])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.daily(2)) for name in ("c10d", "etcd")])
 def anywhere(nodes: Cluster, request: pytest.FixtureRequest) -> Cluster:
     """Nodes that meet at one of their agents, or at etcd. Tests take it where the store could make a difference."""
     if request.param == "etcd":

@@ -32,6 +32,7 @@ INPUTS = {"codec": 5000, "exchange": 1000, "parse": 12_000, "lines": 2500, "erro
 INPUTS |= {"checkpoint": 3000, "http": 3000, "live": 1000}
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("target", INPUTS)
 def test_no_input_breaks_the_rule(target: str) -> None:
     figures, before = fuzz.Figures(), fuzz.peak()
@@ -90,6 +91,7 @@ WORST = {
 }
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("data", WORST.values(), ids=WORST)
 def test_the_largest_values_take_bounded_memory_and_time(data: bytes) -> None:
     assert len(data) < MAX_BYTES

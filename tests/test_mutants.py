@@ -50,15 +50,15 @@ def test_a_test_that_is_skipped_is_found() -> None:
 def test_each_mutant_has_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for day in range(739000, 739000 + SHARE):
-        monkeypatch.setenv("TEST_MUTANTS", str(day))
+        monkeypatch.setenv("TEST_DAY", str(day))
         found += due(mutants("agent"))
     assert sorted(one.rule for one in found) == sorted(one.rule for one in mutants("agent"))
-    monkeypatch.setenv("TEST_MUTANTS", "all")
+    monkeypatch.delenv("TEST_DAY")
     assert due(mutants("agent")) == mutants("agent")
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_on_each_day_tests_run_with_all_rules_in_place(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for day in range(739000, 739000 + SHARE * AGAIN):
-        monkeypatch.setenv("TEST_MUTANTS", str(day))
+        monkeypatch.setenv("TEST_DAY", str(day))
         assert again(mutants(part), day)

@@ -142,6 +142,7 @@ def test_memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count(agen
     assert agent.memory.size == 10 * MIB
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("name", "seals", "why"),
     [

@@ -46,6 +46,7 @@ CULPRITS = {(0,): "first rank", (3,): "last rank", (0, 3): "both nodes"}
 CASES = [(kind, culprits) for kind in KINDS for culprits in CULPRITS if culprits == (3,) or kind in ("raise", "segfault")]
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(("kind", "culprits"), CASES, ids=[f"{kind}-{CULPRITS[culprits]}" for kind, culprits in CASES])
 def test_forty_lines_of_every_node_have_the_cause_and_the_rank(nodes: Cluster, kind: str, culprits: tuple[int, ...]) -> None:
     failure, cause, code = KINDS[kind]

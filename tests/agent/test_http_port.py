@@ -274,6 +274,7 @@ def test_who_sends_bytes_for_ever_is_not_waited_for(served: Served, monkeypatch:
         assert client.recv(12) == b"HTTP/1.1 408"
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("sent", "status"),
     [

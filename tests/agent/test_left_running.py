@@ -59,6 +59,7 @@ LINES = {
 }
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 def test_what_runs_below_a_wrapper_is_signalled_once_and_has_its_grace(nodes: Cluster, line: str) -> None:
     agent, below = wrapped(nodes, line, "--grace=60")

@@ -207,6 +207,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("left", LEAVES)
 def test_of_the_modules_that_are_tried_those_that_forks_can_share_are_there(agent: Agent, left: str) -> None:
     for name in ("first", "last"):
@@ -467,6 +468,7 @@ def test_a_worker_that_is_bound_to_cpus_is_executed(agent: Agent) -> None:
     assert agent.output() == "executed"
 
 
+@pytest.mark.daily(3)
 def test_every_fork_draws_other_numbers(agent: Agent) -> None:
     agent.start("torch", "numpy", "multiprocessing", count=2)
     code = f"{HOW}import multiprocessing, numpy, random, torch\nprint(torch.initial_seed(), torch.rand(1).item())\n"
@@ -502,6 +504,7 @@ print(os.getpid())
 """
 
 
+@pytest.mark.daily(3)
 def test_the_steps_of_torchs_optimizers_are_stamped_in_a_fork_until_the_script_stamps_its_own(agent: Agent) -> None:
     pages = ProgressPages()
     try:

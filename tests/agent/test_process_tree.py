@@ -109,6 +109,7 @@ def test_the_agent_dies_and_nothing_is_left(nodes: Cluster, signum: int) -> None
     assert list(nodes.tmp_path.glob("elastirun_*")) == [], "the folder for error files is gone too"
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_at_whatever_moment_the_agent_is_killed_nothing_is_left(phase: str) -> None:
     """A part of ``benchmarks/orphans.py``, which has more moments and four ways to die."""
@@ -151,6 +152,7 @@ def test_a_frozen_agent_whose_place_nobody_can_take_keeps_its_workers(nodes: Clu
     assert nodes.ends(agent) == 0
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("host", [1, 9], ids=["here", "elsewhere"])
 def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_wherever_its_store_is(nodes: Cluster, host: int) -> None:
     server = tcp_server.serve(socket.create_server(("127.0.0.9", nodes.port))) if host == 9 else None
@@ -227,6 +229,7 @@ def group() -> Path:
     return own
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("way", ["killed", "frozen", "at the end of its round"])
 def test_an_emptied_environment_hides_nothing_where_there_are_control_groups(nodes: Cluster, group: Path, way: str) -> None:
     nodes.script.write_text(HIDDEN)

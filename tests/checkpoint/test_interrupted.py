@@ -100,6 +100,7 @@ def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
         monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("work", [a_save, a_claim])
 def test_killed_at_any_system_call_the_previous_or_the_new_checkpoint_is_whole(
     tmp_path: Path, work: Callable[[Directory, str], object]
@@ -124,6 +125,7 @@ def test_killed_at_random_moments_the_previous_or_the_new_checkpoint_is_whole(tm
     assert kills(tmp_path, 12, random.Random(1)) == []
 
 
+@pytest.mark.daily(2)
 def test_frozen_at_any_system_call_nothing_is_published_or_deleted_after_a_later_claim(tmp_path: Path) -> None:
     number = calls_of(tmp_path / "all", a_save)
     outcomes = set()
@@ -157,6 +159,7 @@ def test_a_frozen_claim_gives_way_to_a_later_one(tmp_path: Path) -> None:
         assert whole_steps(directory) == [5, 2]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_failed_at_any_system_call_the_next_save_is_good(tmp_path: Path, code: int) -> None:
     number = calls_of(tmp_path / "all", a_save)

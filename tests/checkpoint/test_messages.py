@@ -49,6 +49,7 @@ def test_a_long_message_arrives_whole(pair: tuple[socket.socket, socket.socket])
     sending.join()
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\x02[]", b"\0\0\0\x02{", b"\0\0", b"\0\0\0\x01x"])
 def test_what_is_no_message_is_refused_and_its_descriptors_closed(pair: tuple[socket.socket, socket.socket], data: bytes) -> None:
     before = descriptors()

@@ -379,6 +379,7 @@ def scheduler(dice: random.Random) -> dict[str, str]:
 HOSTS = (LAPTOP, IN_JOB, IN_SWEEP, IN_SET, IN_SET_JOB_2, IN_STATEFUL, ON_NODE)
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_command_that_names_its_rendezvous_is_never_changed(seed: int) -> None:
     dice = random.Random(seed)
@@ -399,6 +400,7 @@ def seen(line: str, environ: Environment, host: Host) -> tuple[LaunchConfig, lis
     return config, options.warnings
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_the_variables_say_the_answer_is_a_job_or_one_printable_line(seed: int) -> None:
     dice = random.Random(seed)

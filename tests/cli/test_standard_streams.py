@@ -20,6 +20,7 @@ def shell(command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(
     "closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1"]
 )
@@ -33,6 +34,7 @@ def test_a_job_succeeds_whatever_its_streams_are(tmp_path: Path, closed: str) ->
         assert (streams[fd] == "/dev/null") >= (redirection in closed.split()), "not one of the agent's own sockets or pipes"
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("command", "code"),
     [

@@ -41,6 +41,7 @@ def take_over(cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("launcher", [BY_NAMESPACE, BY_LINE])
 def test_a_launcher_that_calls_torchrun_runs_elastirun(tmp_path: Path, launcher: str) -> None:
     train = tmp_path / "train.py"

@@ -189,6 +189,7 @@ COMMANDS: dict[str, tuple[str, int, dict[str, str]]] = {
 }
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_workers_see_what_torchrun_would_show_them(shell: Shell, name: str) -> None:
     command, agents, saw = COMMANDS[name]
@@ -321,6 +322,7 @@ def test_a_launcher_in_a_launcher_hands_the_cause_on(shell: Shell) -> None:
 # --- a real process group
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("method", ["env", "tcp"])
 def test_a_process_group_forms(shell: Shell, method: str) -> None:
     shell.run(f"{SINGLE} GLOO.py {method}")

@@ -15,7 +15,7 @@ from tests.deploy.containers.podman import Podman, podman, why_not
 from tests.deploy.manifests import needs_kubectl
 
 WHY_NOT = why_not()
-pytestmark = [needs_kubectl, pytest.mark.skipif(bool(WHY_NOT), reason=f"no containers here: {WHY_NOT}")]
+pytestmark = [pytest.mark.daily(3, "pods"), needs_kubectl, pytest.mark.skipif(bool(WHY_NOT), reason=f"no containers here: {WHY_NOT}")]
 
 
 @pytest.fixture(autouse=True)

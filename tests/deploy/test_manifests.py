@@ -48,6 +48,7 @@ def test_there_is_an_overlay_for_each_way_that_the_docs_name() -> None:
     assert set(OVERLAYS) >= REQUIRED
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_each_overlay_is_valid_in_every_version_of_kubernetes_and_does_what_an_elastic_job_needs(folder: Path) -> None:
     documents = manifests.render(folder)
@@ -150,6 +151,7 @@ def test_a_mistake_is_found(base: list[Manifest], mistake: str) -> None:
     assert any(expected in line for line in found), found
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

@@ -18,6 +18,7 @@ def set_down(cluster: Slurm, node: str) -> None:
     cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 def test_a_job_runs_on_all_its_nodes_to_the_end(cluster: Slurm, nodes: Cluster) -> None:
     job = Job(cluster, nodes)
@@ -27,6 +28,7 @@ def test_a_job_runs_on_all_its_nodes_to_the_end(cluster: Slurm, nodes: Cluster) 
     assert job.ends() == ("COMPLETED", "0:0")
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 def test_the_plain_command_in_a_step_is_one_job(cluster: Slurm, nodes: Cluster) -> None:
     script = nodes.tmp_path / "plain.sh"
@@ -39,6 +41,7 @@ def test_the_plain_command_in_a_step_is_one_job(cluster: Slurm, nodes: Cluster) 
     assert job.ends() == ("COMPLETED", "0:0")
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 @pytest.mark.parametrize("how", ["the node dies", "slurmd and the agent are killed", "the node is set down"])
 def test_a_job_goes_on_without_a_node(cluster: Slurm, nodes: Cluster, how: str) -> None:
@@ -60,6 +63,7 @@ def test_a_job_goes_on_without_a_node(cluster: Slurm, nodes: Cluster, how: str) 
     cluster.start_node(2)
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 def test_a_node_that_comes_when_the_job_has_succeeded_is_told_to_leave(cluster: Slurm, nodes: Cluster) -> None:
     late = nodes.tmp_path / "bin/elastirun"
@@ -79,6 +83,7 @@ def test_a_node_that_comes_when_the_job_has_succeeded_is_told_to_leave(cluster: 
     assert "nodes that came too late are told to leave" in job.out()
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 @pytest.mark.parametrize("command", ["exit 0", "raise it"])
 def test_a_job_ends_with_its_training_when_the_node_of_its_script_was_lost(cluster: Slurm, nodes: Cluster, command: str) -> None:
@@ -99,6 +104,7 @@ def test_a_job_ends_with_its_training_when_the_node_of_its_script_was_lost(clust
     cluster.start_node(0)
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 def test_a_job_that_is_told_to_stop_after_the_node_of_its_script_was_lost_is_queued_again(cluster: Slurm, nodes: Cluster) -> None:
     job = Job(cluster, nodes)
@@ -113,6 +119,7 @@ def test_a_job_that_is_told_to_stop_after_the_node_of_its_script_was_lost_is_que
     cluster.start_node(0)
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 @pytest.mark.parametrize(("command", "code"), [("raise it", 1), ("exit 150", 150)])
 def test_a_job_that_has_failed_ends_with_the_agents_code(cluster: Slurm, nodes: Cluster, command: str, code: int) -> None:

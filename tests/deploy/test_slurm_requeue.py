@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.deploy.slurm_job import ROOT, Job, needs_slurm
 from tests.support.cluster import WORKER, Cluster
 from tests.support.slurm import Slurm
@@ -29,6 +31,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is_not(cluster: Slurm, nodes: Cluster) -> None:
     nodes.script.write_text(SAVING + WORKER)
@@ -47,6 +50,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is
     assert job.has("JobState") == "CANCELLED" and job.has("Restarts") == "1"
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 def test_a_job_whose_runs_are_too_short_is_not_queued_again_without_end(cluster: Slurm, nodes: Cluster) -> None:
     job = Job(cluster, nodes, MAX_REQUEUES="1")
@@ -73,6 +77,7 @@ def test_the_runs_so_far_are_counted_also_if_slurm_ends_the_scripts_sleep_before
     assert "2 times in a row and ends" in second.stderr and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.daily(3)
 @needs_slurm
 def test_a_preempted_job_goes_on_where_it_stopped(cluster: Slurm, nodes: Cluster) -> None:
     nodes.script.write_text(TRAINING.format(script=str(ROOT / "examples/train.py")))

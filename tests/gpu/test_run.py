@@ -1,4 +1,4 @@
-"""``make gpu`` without a GPU: a third of the parts runs dry each day. And what its driver does with parts that fail, or are late."""
+"""``make gpu`` without a GPU: some of the parts run dry each day. And what its driver does with parts that fail, or are late."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.gpu import page, results
 from tests.gpu.__main__ import LEAST, NOT_INSTALLED, Run, left, summary
 from tests.gpu.machine import UNKNOWN, Machine
 from tests.gpu.parts import NEVER_TRIED, PARTS, PYTEST, Claim, Part
+from tests.support import daily
 from tests.support.until import until
 
 HERE = Path(__file__).parent
 MACHINE = Machine("", 2, "Python 3, torch 2", "abc")
 HOLDS = "from tests.support.figures import figure; figure('c', '1 of 1', n=1)"
 CLAIMS = (Claim("c", "It holds"),)
-SHARE = 3  # one of so many parts runs dry each day, others each day; all with TEST_GPU_PARTS=all
-TODAY = os.environ["TEST_GPU_PARTS"]
-DUE = PARTS if TODAY == "all" else PARTS[int(TODAY) % SHARE :: SHARE]
+SHARE = 6  # one of so many parts runs dry each day, others each day
+DUE = daily.due(PARTS, SHARE)
 
 
 def part(code: str, name: str = "p", limit: float = 60.0, alone: bool = False) -> Part:

@@ -74,6 +74,7 @@ def a_value(rng: random.Random, kind: Any, name: str = "") -> Any:
     return kind(**{f.name: a_value(rng, hints[f.name], f.name) for f in dataclasses.fields(kind)})
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("using", [PLAIN, SIGNED], ids=["plain", "signed"])
 @pytest.mark.parametrize("cls", [NodeRow, RoundRecord])
 def test_every_record_comes_back_as_it_was(cls: type[Any], using: Codec) -> None:

@@ -126,6 +126,7 @@ def test_after_many_early_losses_the_survivors_go_on_by_themselves(cause: Cause,
         assert chosen(form(record, [row("a", 1), row("b", 1), row("d")], now=0.0, min_nodes=least, restart_pause=0.0)) == "adb"
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(("told", "stop_time"), [(0.0, 0.05), (1.0, 0.05), (1.0, 4.9)])
 @pytest.mark.parametrize("alive", [0.5, 1.0, 4.0, 12.0, 40.0])
 def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work(alive: float, told: float, stop_time: float) -> None:
@@ -154,6 +155,7 @@ def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their
     assert any("newcomers are taken in after" in said for node in comes for said in node.said)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("alive", [2.0, 4.0, 12.0])
 def test_nor_does_one_that_comes_and_says_goodbye_again_and_again(alive: float) -> None:
     """As under a supervisor with a limit of time, or a probe that ends the pod."""

@@ -9,6 +9,7 @@ from elastirun.rendezvous.peers.view import View
 from tests.sim.explore import MESSAGES, WITH_SUCCESSION, WORLDS, deviate, explore
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", WORLDS)
 def test_nothing_that_must_never_happen_can_happen(name: str) -> None:
     found = explore(WORLDS[name](), seconds=1e9, most=1500)
@@ -30,6 +31,7 @@ def test_a_state_seen_before_is_not_tried_again() -> None:
     assert world.key() != same.key() and world.t < same.t
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("name", "unusual", "among", "least"),
     [

@@ -51,6 +51,7 @@ def finished(world: World, node: Node) -> list[int]:
     return [worker.steps for worker in live(world).crew(node).running.values()]
 
 
+@pytest.mark.daily(2)
 def test_histories_of_live_jobs_hold() -> None:
     plans = itertools.islice((plan for plan in map(draw, itertools.count()) if plan.live is not None), 20)
     found = [(plan.seed, History(plan).run().violation) for plan in plans]

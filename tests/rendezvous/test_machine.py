@@ -213,6 +213,7 @@ def test_what_one_node_knows_of_a_loss_all_know() -> None:
     assert world.history == [(1, 12), (2, 9)]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.parametrize(("nodes", "first", "last"), [(8, 2, 6), (16, 2, 6), (40, 0, 14), (90, 30, 62)])
 def test_a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node(nodes: int, first: int, last: int, lasting: bool) -> None:
@@ -529,6 +530,7 @@ def test_an_impossible_transition_says_its_history() -> None:
     ]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_end_well(seed: int) -> None:
     """Faults of every kind, then quiet: everybody who is left works in one round, which then succeeds."""

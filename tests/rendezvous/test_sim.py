@@ -17,6 +17,7 @@ LOST_A_HOST = [48, 2734]  # in which a job did not go on in time
 ANOTHER_STORE = [1000358, 1101389]  # in which a store counts a node that was there: for a round that nobody starts, for a take-over
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("first", range(0, 200, CHUNK))
 def test_nothing_that_must_never_happen_happens(first: int) -> None:
     for seed in range(first, first + CHUNK):
@@ -39,6 +40,7 @@ def test_jobs_go_on_in_time_when_hosts_die_in_small_worlds() -> None:
         assert violation is None, f"{violation}; the whole story: python -m tests.sim --takeovers --replay {seed}"
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("first", (0, 10))
 def test_no_two_parts_of_a_torn_network_go_on(first: int) -> None:
     for seed in range(first, first + 10):

@@ -54,6 +54,7 @@ def test_an_exchange_may_take_longer_than_each_of_its_answers() -> None:
         thread.close()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(("rows", "trips"), [(None, 4), ((), 2)], ids=["where a job begins", "else"])
 @pytest.mark.parametrize("nodes", [1, 200])
 def test_an_exchange_waits_as_often_for_an_answer_whatever_the_number_of_nodes(

@@ -18,6 +18,7 @@ NEWER = replace(RECORD, version=RECORD.version + 1)
 HOST = NodeRow("h", "h", "", 0, 2, seq=5)
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("lasts", [11, 12, 13, 14, 16, 18, 22, 30, 40, 50])
 @pytest.mark.parametrize(("count", "least"), [(3, 1), (3, 2), (3, 3), (4, 1), (4, 3), (5, 5)])
 def test_after_a_split_into_single_nodes_all_are_in_one_round_again(count: int, least: int, lasts: float) -> None:

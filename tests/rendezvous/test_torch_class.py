@@ -21,6 +21,7 @@ print("torch.nn" in sys.modules)
 """
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("before", "whole"),
     [

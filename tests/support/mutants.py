@@ -22,6 +22,7 @@ from py_compile import PycInvalidationMode
 
 import pytest
 
+from tests.support import daily
 from tests.support.changes import Change, changed
 from tests.support.worlds import PRELOAD
 
@@ -81,9 +82,8 @@ def named_in(folder: str, tests: str) -> Callable[..., Mutant]:
 
 
 def due(mutants: Sequence[Mutant]) -> Sequence[Mutant]:
-    """Return those of ``mutants`` that run today: one of ``SHARE``, others each day. All with TEST_MUTANTS=all, or without it."""
-    today = os.environ.get("TEST_MUTANTS", "all")  # tests/conftest.py sets it, the same for all processes of a run
-    return mutants if today == "all" else mutants[int(today) % SHARE :: SHARE]
+    """Return those of ``mutants`` that run today: one of ``SHARE``, others each day."""
+    return daily.due(mutants, SHARE)
 
 
 def each(mutants: Sequence[Mutant]) -> pytest.MarkDecorator:
@@ -161,7 +161,7 @@ def run(copy: Path, *tests: str, **environ: str) -> Outcome:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORLD_START": "fork", **environ}
-    for name in ("CI", "BUILD_NUMBER"):  # pytest would list all differences of large bytes, for minutes
+    for name in ("CI", "BUILD_NUMBER", "TEST_DAY"):  # with the first two pytest would list all differences of large bytes, for minutes
         env.pop(name, None)
     with tempfile.NamedTemporaryFile() as output:
         process = context.Process(target=_pytest, args=(str(copy), tests, env, output.name))

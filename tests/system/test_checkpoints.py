@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from elastirun.checkpoint.directory import open_directory
 from tests.agent.test_net import cannot_unshare
 from tests.support.cluster import PATIENCE, Cluster
@@ -64,6 +66,7 @@ def test_survivors_of_a_lost_node_go_on_with_what_they_have_in_memory(nodes: Clu
     assert restored(workers) == (4, "memory")
 
 
+@pytest.mark.daily(2)
 def test_planned_changes_replay_no_step(nodes: Cluster) -> None:
     job = Job(nodes, every=1000, pause=0.02)
     agents = [job.start(1)]
@@ -124,6 +127,7 @@ def test_training_goes_on_without_room_on_the_disk_and_what_is_saved_later_is_pu
     os.close(inside)
 
 
+@pytest.mark.daily(2)
 def test_what_is_killed_at_random_moments_loses_nothing(nodes: Cluster) -> None:
     story = Kills(nodes, seed=1)
     assert story.once("writer").wrong == []
@@ -131,6 +135,7 @@ def test_what_is_killed_at_random_moments_loses_nothing(nodes: Cluster) -> None:
     assert story.end() == []
 
 
+@pytest.mark.daily(2)
 def test_a_node_that_was_frozen_publishes_nothing_after_a_later_claim(nodes: Cluster) -> None:
     story = Freezes(nodes, seed=1)
     assert story.once().wrong == []

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 
+import pytest
+
 from tests.support.cluster import Cluster, Worker
 
 DOMAIN = "train.team.svc.localhost"  # names below .localhost may stand for loopback addresses
@@ -30,6 +32,7 @@ def pod(nodes: Cluster, index: int, *options: str) -> subprocess.Popen[str]:
     return nodes.launch(index, *options, str(nodes.script), program=("-c", POD))
 
 
+@pytest.mark.daily(2)
 def test_an_indexed_job_is_followed_when_it_grows_and_shrinks_and_a_pod_is_replaced(nodes: Cluster) -> None:
     second = pod(nodes, 1)  # pods start in any order; this one has nobody to meet yet
     first = pod(nodes, 0)

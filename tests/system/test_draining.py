@@ -36,6 +36,7 @@ sys.exit(int(s.makefile().readline()))
 """
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_that_is_signalled_10_ms_before_its_agent_has_left(nodes: Cluster, way: str) -> None:
     nodes.script.write_text(SCRIPT.format(way=WAYS[way]))

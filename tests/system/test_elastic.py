@@ -172,6 +172,7 @@ def test_a_port_that_is_taken_where_this_node_must_host(nodes: Cluster) -> None:
     assert "choose another with --master-port" in nodes.out(1), "the option that was given"
 
 
+@pytest.mark.daily(2)
 def test_the_same_job_again_right_after(anywhere: Cluster) -> None:
     for run in range(2):
         agents = [anywhere.agent(i, nnodes="2") for i in (1, 2)]
@@ -222,6 +223,7 @@ signal.signal(signal.SIGUSR1, lambda signum, frame: os.write(1, b"heard USR1\\n"
     assert nodes.ends(agent) == 0
 
 
+@pytest.mark.daily(2)
 def test_with_a_token_a_stranger_cannot_join(anywhere: Cluster, tmp_path: Path) -> None:
     for name in ("right", "wrong"):
         (tmp_path / name).write_text(f"the {name} token of this job")

@@ -85,6 +85,7 @@ def test_0_for_everyone_when_all_workers_succeeded_and_for_a_spare_too(nodes: Cl
     assert "no worker ran on this node" in nodes.out(3)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("option", "command", "code"),
     [("--max-restarts=0", "exit 3", 1), ("--exit-code-from-worker", "exit 3", 3), ("--exit-code-from-worker", "kill 11", 139)],
@@ -120,6 +121,7 @@ def test_3_for_a_node_with_other_settings_than_the_job_which_goes_on(nodes: Clus
     assert nodes.ends(a) == 0
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_128_and_the_signal_for_the_node_that_was_told_to_stop_and_the_others_go_on(nodes: Cluster, signum: signal.Signals) -> None:
     a, b = nodes.agent(1, nnodes="1:2"), nodes.agent(2, nnodes="1:2")

@@ -103,6 +103,7 @@ def test_a_job_that_runs_makes_no_revision(nodes: Cluster) -> None:
         assert succeed(nodes, workers) == UNDISTURBED, nodes.everything()
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("what", ["kill -9 of the leader", "kill -9 of a follower", "SIGSTOP of the leader", "SIGSTOP of a follower"])
 def test_a_member_of_three_goes_and_no_worker_is_restarted(nodes: Cluster, three: Etcd, what: str) -> None:
     if "kill" in what:

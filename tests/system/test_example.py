@@ -39,6 +39,7 @@ def epochs(output: str) -> dict[int, float]:
     return {int(number): float(loss) for number, loss in re.findall(r"epoch +(\d+)/\d+  loss ([\d.]+)", output)}
 
 
+@pytest.mark.daily(2)
 def test_training_in_pieces_with_other_launchers_and_worker_counts_is_the_same_training(tmp_path: Path) -> None:
     """test_failover.py checks how well the example learns."""
     whole = train(tmp_path, "--epochs=3")
@@ -53,6 +54,7 @@ def test_training_in_pieces_with_other_launchers_and_worker_counts_is_the_same_t
         assert {name for name in names if not name.startswith(".")} == {"step-00000050", "step-00000060", "step-00000066"}
 
 
+@pytest.mark.daily(2)
 def test_the_live_example_runs_without_a_launcher_and_goes_on_under_elastirun(tmp_path: Path) -> None:
     """test_live.py kills workers."""
     first, second = train(tmp_path, "--epochs=2", script=LIVE), train(tmp_path, "--epochs=3", launcher=ELASTIRUN, script=LIVE)

@@ -64,6 +64,7 @@ def carriers(token: bytes) -> int:
 ELASTIC = ("--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=1", "--last-call=0.1", "--tee=3", "--log-dir={logs}")
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("options", [(), ELASTIC], ids=["one node", "with a store and logs"])
 def test_a_hundred_rounds_leave_nothing_in_the_agent(nodes: Cluster, options: tuple[str, ...]) -> None:
     more = [option.format(port=nodes.port, logs=nodes.tmp_path / "logs") for option in options]

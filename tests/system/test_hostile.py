@@ -243,6 +243,7 @@ def test_a_node_with_another_token_or_none_ends_soon_and_the_job_goes_on(nodes: 
     assert nodes.ends(nodes.agents[0]) == 0
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("token", [TOKEN, None], ids=["token", "no token"])
 def test_a_round_record_that_stays_unreadable_ends_the_job_after_the_store_grace(nodes: Cluster, token: bytes | None) -> None:
     job = start(nodes, "--store-grace=2", token=token)
@@ -275,6 +276,7 @@ def test_when_the_round_record_is_deleted_the_others_go_on_without_the_store(nod
     assert nodes.ends(job.agents[1]) == 0
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("kind", ["runs", "is broken", "has failed"])
 def test_a_signed_round_of_an_earlier_run_ends_the_job(nodes: Cluster, kind: str) -> None:
     """All nodes read that the store has another job, of whose nodes they are none. See SECURITY.md."""
@@ -290,6 +292,7 @@ def test_a_signed_round_of_an_earlier_run_ends_the_job(nodes: Cluster, kind: str
     job.end([201, 201])
 
 
+@pytest.mark.daily(2)
 def test_an_older_signed_round_that_is_put_back_is_not_obeyed(nodes: Cluster) -> None:
     """It names a round that ran before: the number, and with it the fence, would come a second time."""
     job = start(nodes, "--max-restarts=3", "--store-succession=proof", token=TOKEN, expire=3)
@@ -326,6 +329,7 @@ def test_without_a_token_a_forged_verdict_ends_the_job_as_it_says_with_a_report(
 # -- floods ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.daily(2)
 def test_thousands_of_keys_neither_disturb_a_round_nor_prevent_the_next(nodes: Cluster) -> None:
     job = start(nodes, token=TOKEN)
     stranger = job.stranger
@@ -345,6 +349,7 @@ def test_thousands_of_keys_neither_disturb_a_round_nor_prevent_the_next(nodes: C
     job.end([0, 143])
 
 
+@pytest.mark.daily(2)
 def test_an_index_beyond_all_bounds_delays_the_next_round_is_reported_and_a_signal_still_ends_the_job(nodes: Cluster) -> None:
     job = start(nodes, token=TOKEN, expire=5)  # an agent reports trouble with the store after 5 s
     stranger = job.stranger

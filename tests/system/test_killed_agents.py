@@ -25,6 +25,7 @@ def guard_of(agent: subprocess.Popen[str]) -> int:
     return pid
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("what", ["the agent", "the agent and its workers"])
 def test_survivors_of_a_killed_agent_go_on_long_before_it_could_be_found_silent(anywhere: Cluster, what: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
@@ -61,6 +62,7 @@ def test_a_spare_takes_the_place_of_a_single_killed_node_at_once(nodes: Cluster,
     assert nodes.ends(second) == 0
 
 
+@pytest.mark.daily(2)
 def test_who_waits_for_others_waits_on_when_the_first_node_is_started_again(nodes: Cluster) -> None:
     first, waits = (nodes.agent(i, "--last-call=0.5", nnodes="3") for i in (1, 2))
     nodes.says(2, "2 of 3 nodes")
@@ -111,6 +113,7 @@ def test_a_guard_that_took_the_place_of_another_speaks_too(nodes: Cluster) -> No
     assert nodes.ends(agents[0]) == 0
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("target", "moment"), list(zip(TARGETS, MOMENTS, strict=True)))
 def test_nothing_is_left_of_an_agent_that_is_killed_at_any_moment(target: str, moment: str) -> None:
     """``tests/system/agent_kills.py`` does it hundreds of times. A node that waits to join has a folder for error files already."""

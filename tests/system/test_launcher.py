@@ -13,6 +13,7 @@ from benchmarks.lab import TORCHRUN, Bench
 from benchmarks.launcher_report import ROWS, Result, Run, cell, conditions, picture, results_table, write_page
 
 
+@pytest.mark.daily(3)
 def test_a_short_run_measures_and_writes_what_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "launcher.json"
     launcher.main(["--rounds=1", "--rows", "start-2", "exit", "--launchers", "elastirun", f"--json={path}", "--markdown"])

@@ -35,6 +35,7 @@ def finish(running: Job, folder: Path) -> None:
 on_gpu = pytest.param(DEVICE, marks=needs_gpu, id="cuda")
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("where", ["auto", "group", "buffers", on_gpu])
 def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_path: Path, where: str) -> None:
     """When all are killed at once, training goes on from the newest checkpoint."""
@@ -53,6 +54,7 @@ def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_
         finish(running, tmp_path)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("device", ["cpu", on_gpu])
 def test_a_job_that_has_lost_a_worker_ends_as_it_should(tmp_path: Path, device: str) -> None:
     env = {"TEST_PAUSE": "0.005", "TEST_DEVICE": device, "TEST_EPOCHS": "12"}
@@ -113,6 +115,7 @@ def test_a_new_worker_is_taken_in_although_the_others_have_lost_their_connection
         finish(running, tmp_path)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(("nodes", "nproc"), [(1, 3), (2, 1)])
 def test_only_the_new_worker_waits_where_the_same_one_fails_again_and_again(tmp_path: Path, nodes: int, nproc: int) -> None:
     env = {"TEST_PAUSE": "0.005", "PET_SET": "restart-pause=10"}
@@ -139,6 +142,7 @@ def test_only_the_new_worker_waits_where_the_same_one_fails_again_and_again(tmp_
         finish(running, tmp_path)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("env", [{}, {"TEST_CUTS": "1"}, {"TEST_EXITS": "1"}], ids=["", "without the store", "by os._exit"])
 def test_a_job_ends_although_a_new_worker_was_not_ready_in_time(tmp_path: Path, env: dict[str, str]) -> None:
     with held(tmp_path, TEST_EPOCHS="1", **env) as (running, survivors, new):
@@ -161,6 +165,7 @@ def test_a_new_worker_of_another_node_hears_from_the_others_agent_that_they_have
         finish(running, tmp_path)
 
 
+@pytest.mark.daily(2)
 def test_who_trains_before_the_others_are_there_has_ended_when_these_go_on_without_it(tmp_path: Path) -> None:
     """Its agent stands still, and the other one takes its node for lost. The guard has ended the worker by then (decision 0006)."""
     os.mkfifo(tmp_path / "hold")

@@ -96,6 +96,7 @@ def launch(folder: Path, how: str, *launcher: str) -> tuple[int, str]:
 LIVE = ("-m", "elastirun", "--standalone", "--nproc-per-node=2", "--preload=torch", "--max-restarts=1")
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("how", ["steps", "exception", "break"])
 def test_a_script_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path, how: str) -> None:
     """It accumulates; or one rank passes over an exception, or leaves the loop by a count of its own."""

@@ -130,6 +130,7 @@ def end(job: subprocess.Popen[str]) -> Ended:
     return Ended(job.returncode, said)
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("dies", ["step 1", "save 0", "save 2", "wait 0", "wait 1"])
 def test_the_others_of_a_worker_that_is_killed_at_the_end_save_the_last_step(tmp_path: Path, dies: str) -> None:
     """It dies in the last step, before it saves, or when its part of the state is staged; rank 0 is the one that publishes."""
@@ -140,6 +141,7 @@ def test_the_others_of_a_worker_that_is_killed_at_the_end_save_the_last_step(tmp
     assert len(saved.keys() & job.lines("evaluated 1").keys()) == 2, job.said  # they were there before
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("dies", ["break 0", "break 1", "break 2"])
 def test_where_the_script_leaves_the_loop_as_a_worker_is_killed_the_others_save_one_state(tmp_path: Path, dies: str) -> None:
     """Some may have completed that step, and others not."""
@@ -169,6 +171,7 @@ def test_who_catches_the_loss_of_a_peer_in_an_evaluation_keeps_its_state(tmp_pat
         assert job.lines("evaluated 2")[survivor].endswith(f"after step {2 * STEPS}"), job.said
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("dies", ["reduction 1 1", "reduction 2 1", "published 1 1"])
 def test_who_is_late_at_the_end_of_an_epoch_comes_to_the_next_batch_without_the_others_evaluation(tmp_path: Path, dies: str) -> None:
     """The last reduction of the epoch fails on rank 2 alone, or it loses its peer when the others have seen the checkpoint published.

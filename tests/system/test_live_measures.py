@@ -58,6 +58,7 @@ def test_a_step_is_done_when_its_last_rank_has_made_it() -> None:
     assert round(live_time.ettr(live_time.gaps(lines, 0.0, 1.0), 1.0, strict=True), 6) == 0.75
 
 
+@pytest.mark.daily(2)
 def test_workers_that_are_killed_while_the_state_travels_change_nothing_for_the_others(tmp_path: Path) -> None:
     with job(tmp_path, 1, 3, TEST_PAUSE="0.005", TEST_WIDTH="1024") as running:
         storm(running, random.Random(2), 4)

@@ -194,6 +194,7 @@ sys.exit("the last words")
 # ---- a console that nobody reads
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("end", "fd", "options"),
     [("signal", 1, ["--tee=3"]), ("signal", 1, []), ("signal", 2, []), ("failure", 1, []), ("failure", 2, ["--tee=3"])],

@@ -145,6 +145,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("before", [WITHOUT, INSIDE])
 @pytest.mark.parametrize(("point", "by_the_loop"), POINTS, ids=[point for point, _ in POINTS])
 def test_no_signal_is_lost_while_the_agent_comes_up(nodes: Cluster, point: str, by_the_loop: bool, before: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("kind", "ways"),
     [("ours", ("join", "both")), ("deterministic", ("worker",)), ("torch", ("worker",)), ("fsdp", ("join",))],

@@ -123,6 +123,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("way", "modules"), [("{}", FEW), ("./{}", FEW), ("-m {}", FEW), ("{}", "torch"), ("{}", "auto")])
 def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, way: str, modules: str) -> None:
     folder, name = nodes.tmp_path / "scripts", "probe_of_a_worker"

@@ -55,6 +55,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Apart]:
         made.close()
 
 
+@pytest.mark.daily(3)
 def test_survivors_go_on_and_the_lost_node_comes_back_when_its_cable_does(nodes: Apart) -> None:
     agents = [nodes.start(0)]
     agents += [nodes.start(i) for i in (1, 2)]
@@ -79,6 +80,7 @@ def test_survivors_go_on_and_the_lost_node_comes_back_when_its_cable_does(nodes:
     assert [nodes.ends(agent) for agent in agents] == [0, 0, 0]
 
 
+@pytest.mark.daily(2)
 def test_a_node_cut_off_for_good_ends_itself_and_its_workers(nodes: Apart) -> None:
     agents = [nodes.start(i, "--store-grace=3", "--expire=2") for i in range(3)]
     before = nodes.round(3)
@@ -97,6 +99,7 @@ MAJORITY = ("--store-succession=majority", "--expire=2")
 in_an_agent = pytest.mark.parametrize("nodes", ["c10d"], indirect=True)  # the store is
 
 
+@pytest.mark.daily(2)
 @in_an_agent
 def test_the_others_go_on_without_a_silent_host_and_it_comes_to_them_when_its_cable_does(nodes: Apart) -> None:
     agents = [nodes.start(i, *MAJORITY) for i in range(3)]
@@ -117,6 +120,7 @@ def test_the_others_go_on_without_a_silent_host_and_it_comes_to_them_when_its_ca
     assert [nodes.ends(agent) for agent in agents] == [0, 0, 0]
 
 
+@pytest.mark.daily(2)
 @in_an_agent
 def test_of_two_nodes_the_silent_host_goes_on_and_the_other_one_ends(nodes: Apart) -> None:
     agents = [nodes.start(i, *MAJORITY, "--store-grace=6") for i in range(2)]
@@ -138,6 +142,7 @@ def run_of(workers: list[Worker]) -> str:
     return name
 
 
+@pytest.mark.daily(2)
 @in_an_agent
 def test_a_new_host_finds_the_job_while_the_first_one_of_the_list_is_silent(nodes: Apart) -> None:
     nodes.where = ["--rdzv-endpoint=h0,h1,h2", "--nnodes=1:4", "--last-call=0.5"]
@@ -155,6 +160,7 @@ def test_a_new_host_finds_the_job_while_the_first_one_of_the_list_is_silent(node
     assert [nodes.ends(agent) for agent in agents] == [0, 0, 0, 0]
 
 
+@pytest.mark.daily(2)
 @in_an_agent
 def test_a_new_host_finds_the_job_by_a_name_with_several_addresses(nodes: Apart) -> None:
     """Nobody has the first of these addresses, so it is silent."""

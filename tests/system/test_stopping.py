@@ -78,6 +78,7 @@ Path_ = Callable[..., Worker]
 LONG, SHORT = "--grace=60", "--failure-grace=0.5"
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("path", "options"),
     [*((path, (LONG, SHORT)) for path in (by_signal, by_joining, by_a_bug)), (by_failure, ("--grace=0.5", "--failure-grace=60"))],
@@ -93,6 +94,7 @@ def test_a_worker_has_its_whole_grace_and_its_children_see_no_signal_before(node
     assert all(dies(pid) for pid in children)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("path", [by_signal, by_joining, by_failure, by_a_bug])
 def test_a_worker_that_does_not_stop_is_killed_with_its_children_when_its_grace_is_over(nodes: Cluster, path: Path_) -> None:
     worker = path(nodes, "--grace=1")

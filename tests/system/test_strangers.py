@@ -114,6 +114,7 @@ def test_what_hides_ends_with_its_agent(nodes: Cluster, way: str) -> None:
     assert dies_or_is_ended(child, 10)
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("way", list(HIDING))
 def test_what_hides_ends_with_the_lease_of_a_frozen_agent(nodes: Cluster, way: str) -> None:
     nodes.script.write_text(HIDER)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from elastirun.rendezvous.stores.etcd.store import connector
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd, needs_etcd
@@ -47,6 +49,7 @@ def test_a_node_that_fails_twice_sits_out_and_the_spare_takes_its_place(tmp_path
         assert "sits out" not in c.out(1) + c.out(3)
 
 
+@pytest.mark.daily(2)
 def test_after_its_time_it_is_a_spare_with_a_fresh_count(tmp_path: Path) -> None:
     with cluster(tmp_path) as c:
         two_and_a_spare(c, "--strikes=1", "--set=strikes-cooldown=15")[1].tell("raise once")

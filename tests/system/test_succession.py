@@ -135,6 +135,7 @@ def test_hosts_are_killed_one_after_another_until_one_node_is_left(nodes: Cluste
     finish(nodes, agents, workers)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("left", [2, 1])
 def test_the_host_is_killed_and_others_with_it(nodes: Cluster, left: int) -> None:
     agents, before = start(nodes, 4, nnodes="1:4")

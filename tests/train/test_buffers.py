@@ -233,6 +233,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_buffers_are_what_they_are_under_torchs_class(case: Case, transport: str) -> None:

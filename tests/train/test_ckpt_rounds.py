@@ -449,6 +449,7 @@ if sys.argv[2] == "dropped":
 """
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("how", ["kept", "dropped"])
 def test_the_end_of_the_interpreter_waits_for_what_was_saved(tmp_path: Path, how: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path, how], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -91,6 +91,7 @@ def test_micro_batches_are_few_and_the_larger_ones_come_first() -> None:
             assert not parts or 0 < parts[-1] and parts[0] <= min(parts[-1] + 1, most)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(("seed", "most"), [*((seed, 64) for seed in range(60)), *((seed, 4) for seed in range(60, 80))])
 def test_each_sample_once_whatever_becomes_of_the_world(seed: int, most: int) -> None:
     """Worlds of up to 64 ranks are stopped after any step, and resized. Steps whose checkpoint was not written are done again.

@@ -502,6 +502,7 @@ CASES: list[tuple[Callable[..., Any], int]] = [
 ]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("case", "world"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_same_as_with_torchs_class(case: Callable[..., Any], world: int) -> None:
     for theirs, *ours in run(world, beside, case):

@@ -91,6 +91,7 @@ def worlds(kind: Kind) -> tuple[int, ...]:
 CASES = [pytest.param(at, world, id=f"{kind.name}-{world}") for at, kind in enumerate(KINDS) for world in worlds(kind)]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(("number", "world"), CASES)
 def test_the_gradients_are_those_of_one_process(number: int, world: int) -> None:
     for transport in ("group", "auto") if KINDS[number].name != "compiled" else ("auto",):
@@ -128,6 +129,7 @@ def side_by_side(rank: int, world: int, number: int) -> list[str]:
 RUNNABLE = [number for number, kind in enumerate(KINDS) if kind.torch is not None]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("number", RUNNABLE, ids=lambda number: KINDS[number].name)
 def test_the_bits_are_those_of_torchs_class(number: int) -> None:
     for world in (2, 3, 4):

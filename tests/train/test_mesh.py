@@ -162,6 +162,7 @@ def v_schedules(request: pytest.FixtureRequest) -> None:
         pytest.skip("before torch 2.13 this schedule does not run over gloo")
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("name", "by_hand"), [*((name, False) for name in HOOKS), *((name, True) for name in HOOKS + SPLIT)])
 def test_a_pipeline_trains_as_one_process(name: str, by_hand: bool, world: int = 4) -> None:
     for found in run(world, pipeline, name, by_hand):
@@ -170,6 +171,7 @@ def test_a_pipeline_trains_as_one_process(name: str, by_hand: bool, world: int =
         assert found[half:] == [1.0] * half
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(("name", "by_hand"), [("Schedule1F1B", False), ("ScheduleZBVZeroBubble", True)])
 def test_a_pipeline_whose_stages_are_split_trains_as_one_process(name: str, by_hand: bool) -> None:
     test_a_pipeline_trains_as_one_process(name, by_hand, world=8)
@@ -267,6 +269,7 @@ def tensor_parallel(rank: int, world: int, norms: bool, group: bool, folder: str
     return [off(module, reference()), kept, parts, ddp.stats()["steps"]]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("norms", "group"), [(False, False), (False, True), (True, False)])
 def test_a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters(norms: bool, group: bool, tmp_path: Path) -> None:
     for most, kept, parts, steps in run(4, tensor_parallel, norms, group, str(tmp_path / "c")):

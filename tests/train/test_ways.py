@@ -276,6 +276,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_same_as_with_torchs_class(case: Case, transport: str) -> None:
