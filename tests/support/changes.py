@@ -1,4 +1,4 @@
-"""Changes of a module that take out one rule. They name a function and a part of it; no line of the source is quoted.
+"""Changes of a module that take out one rule. They name a function and a part of it, so that they fit when lines change.
 
 A change that finds no such part, or several, raises ``NotFound``: names more of what stands in the part, or another form, make it clear.
 """
@@ -9,9 +9,11 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Named = Function | ast.ClassDef
+Node = TypeVar("Node", ast.expr, ast.stmt)
 
 
 class NotFound(Exception):
@@ -20,7 +22,7 @@ class NotFound(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """An expression that becomes ``text``; of a statement (``inserts``) a line with ``text`` before it."""
+    """An expression or a statement that becomes ``text``; with ``inserts`` the text goes before the statement, on a line of its own."""
 
     node: ast.expr | ast.stmt
     text: str
@@ -52,15 +54,28 @@ def without(call: str) -> Change:
 
 
 def instead_of(name: str, expression: str) -> Change:
-    """The call of ``name`` (or, if nothing calls it, the reading of it) becomes ``expression``, which may use local variables."""
+    """The call of ``name`` becomes ``expression``, which may use local variables.
+
+    If nothing calls ``name``, the reading of it, or what ``ast.unparse`` writes as ``name``.
+    """
 
     def parts(scope: ast.AST) -> Iterator[Part]:
         nodes = [node for node in _nodes(scope) if isinstance(node, ast.expr)]
         calls = [node for node in nodes if isinstance(node, ast.Call) and _is(node.func, name)]
         reads = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load) and _is(node, name)]
-        return (Part(node, expression) for node in calls or reads)
+        return (Part(node, expression) for node in calls or reads or [node for node in nodes if _is(node, name)])
 
     return Change(f"instead_of({name!r}, {expression!r})", parts)
+
+
+def skips(*names: str) -> Change:
+    """The statement that mentions all ``names`` is left out."""
+
+    def parts(scope: ast.AST) -> Iterator[Part]:
+        found = [node for node in _nodes(scope) if isinstance(node, ast.stmt) and not isinstance(node, Named)]
+        return (Part(node, "pass") for node in _smallest(found, names))
+
+    return Change(f"skips{names}", parts)
 
 
 def never(*names: str) -> Change:
@@ -106,6 +121,8 @@ def changed(source: str, name: str, changes: Sequence[Change]) -> str:
         if part.inserts:
             text = f"{part.text}\n{' ' * node.col_offset}".encode()
             found = found[:start] + text + found[start:]
+        elif isinstance(node, ast.stmt):
+            found = found[:start] + part.text.encode() + b"\n" * found[start:end].count(b"\n") + found[end:]
         else:
             if ast.dump(ast.parse(b"(" + found[start:end] + b")", mode="eval").body) != ast.dump(node):
                 raise NotFound(f"{name}: {ast.unparse(node)} stands in an f-string, where Python 3.11 knows no positions")
@@ -154,7 +171,7 @@ def _is(node: ast.AST, name: str) -> bool:
     return text == name or (isinstance(node, ast.Attribute) and text.endswith(f".{name}"))
 
 
-def _smallest(nodes: Iterable[ast.expr], names: Sequence[str]) -> Iterator[ast.expr]:
+def _smallest(nodes: Iterable[Node], names: Sequence[str]) -> Iterator[Node]:
     """Yield those of ``nodes`` that mention all ``names`` and have no other such node within them."""
     found = [node for node in nodes if all(any(_is(one, name) for one in ast.walk(node)) for name in names)]
     within = {id(one) for node in found for one in ast.walk(node) if one is not node}
