@@ -18,6 +18,7 @@ __all__ = ["copy"]  # the fixture
 
 mutant = named_in("elastirun/agent", "tests/agent")
 quoted = mutants_in("elastirun/agent", "tests/agent")
+of_rendezvous_seen_here = named_in("elastirun/rendezvous", "tests/agent")
 of_rendezvous = named_in("elastirun/rendezvous", "tests/rendezvous")
 CAUSE = "the_worker_that_is_not_where_the_others_wait_is_the_cause"
 OTHERS = "other users are not answered"
@@ -239,9 +240,9 @@ MUTANTS = (
         *("../rendezvous/wire/sync", f"{AGAIN}        return found == value", "        return found == value"),
         *("standby_stores", "garbage_where_the_vote_belongs_is_replaced"),
     ),
-    mutant(
+    of_rendezvous_seen_here(
         "a job whose rounds have begun is not sent elsewhere",
-        "../rendezvous/wire/sync:SyncProtocol.put_moved",
+        "wire.sync:SyncProtocol.put_moved",
         gets("spoken_for", "False and written.round > 0 and (not _is_earlier(record, job))"),
         seen_by="standby_stores::a_store_in_which_a_round_has_formed_is_left_alone",
     ),
@@ -377,9 +378,9 @@ MUTANTS = (
         *("store/forwarding", "said, self._said = self._said, True", "said, self._said, self._without_thread = self._said, True, []"),
         *("search", "a_thread_that_cannot_start_is_told_once_and_tried_again"),
     ),
-    mutant(
+    of_rendezvous_seen_here(
         "a first round waits for the rarest tries",
-        "../rendezvous/formation:",
+        "formation:",
         gets("LOOK_BACK", "1.0"),
         seen_by="search::a_first_round_waits_longer_than_the_rarest_tries",
     ),
@@ -387,19 +388,19 @@ MUTANTS = (
         "a stopped worker is the cause",
         "hangs.causes:judge",
         gets("stopped", "[]"),
-        seen_by=f"hang_causes::{f'{CAUSE}[workers0-named0-0]'}",
+        seen_by=f"hang_causes::{CAUSE}[workers0-named0-0]",
     ),
     mutant(
         "a worker in a collective is not behind",
         "hangs.causes:judge",
         gets("behind", "[worker for worker in suspects if 0 < worker.steps < most]"),
-        seen_by=f"hang_causes::{f'{CAUSE}[workers5-named5-5]'}",
+        seen_by=f"hang_causes::{CAUSE}[workers5-named5-5]",
     ),
     mutant(
         "a worker that is not where most are is the cause",
         "hangs.causes:_where_most_are",
         never("workers"),
-        seen_by=f"hang_causes::{f'{CAUSE}[workers10-named10-3]'}",
+        seen_by=f"hang_causes::{CAUSE}[workers10-named10-3]",
     ),
     mutant(
         "a call of the script inside of a collective is no collective",
