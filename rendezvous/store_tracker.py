@@ -10,7 +10,9 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from elastirun.rendezvous import earlier_run, rules, updates
-from elastirun.rendezvous.failover.succession import Failover, host_of, lost_host, standbys
+from elastirun.rendezvous.failover.decide import Move
+from elastirun.rendezvous.failover.failover import Failover
+from elastirun.rendezvous.failover.succession import another_run, host_of, lost_host, standbys
 from elastirun.rendezvous.formation import Forming
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.peers.contact import SLOW_IN_A_ROW, Contact, slow_store
@@ -172,7 +174,7 @@ class StoreTracker:
 
     def view(self, record: RoundRecord) -> View:
         """Return what this node knows of the round by the rows as they were read last."""
-        return self._link.view(record, self.now, self._failover.gone)
+        return self._link.view(record, self.now, self._failover.evidence.gone)
 
     def candidates(self, view: View, row: NodeRow) -> list[NodeRow]:
         """Return the candidates for the next round, and remember since when they are the same. ``row``: this node's, as it is to be."""
@@ -282,17 +284,14 @@ class StoreTracker:
         """Take in what a standby store says while the store in use is lost. Give up the store in use if the other one takes over."""
         place, record = self._link.schedule.asked.at, self.record
         assert record is not None
-        if self._failover.should_go_back(place, event, record, self.rows):
+        decision = self._failover.looked(place, event, record, self.rows)
+        if isinstance(decision, Move) and decision.back:
             return self._go_back(record)
         if place is None:
-            why = self._failover.looked_at_start(event, record)
+            why = another_run(event.round, record)
             return [Ends(Outcome.STORE_LOST, why)] if why else []
-        follows = self._failover.should_follow(place, event, record)
-        if (closed := self._failover.closed(record)) is not None:
-            self.record = closed
-        elif follows:
-            return self._move(place, record, decided=event.round is not None)
-        return []
+        self.record = self._failover.evidence.verdict(record) or record
+        return self._move(place, record, decision.decided) if isinstance(decision, Move) else []
 
     def failed(self, event: SyncFailed) -> list[Effect]:
         """Take in that an exchange has failed."""
@@ -355,7 +354,7 @@ class StoreTracker:
         """Join the job where its store is now. This node has read of no round, so it has taken part in none."""
         self.record = None
         self._take_another_store_id()
-        self._failover.at = place
+        self._failover.follow(place)
         self._begin_at(place)
         return [Say(f"the store of this job has moved to {place.address}")]
 
@@ -418,13 +417,13 @@ class StoreTracker:
 
         A node that begins to doubt that the host lives gives up the exchange with the host: the others look now, too.
         """
-        contact, schedule, doubted = self._link.contact, self._link.schedule, self._failover.doubts
+        contact, schedule, doubted = self._link.contact, self._link.schedule, self._failover.evidence.search.doubts
         silent_since = contact.last if contact.trouble and status is not LEFT else None
         self._look_at = self._failover.search(self.record, silent_since, self.rows, self.now, stays)
         effects: list[Effect] = [Wakes(self._look_at)]
         if silent_since is not None and self.rules.majority:
             effects.append(Wakes(silent_since + self.rules.doubt))
-        if silent_since is not None and self._failover.doubts and not doubted:
+        if silent_since is not None and self._failover.evidence.search.doubts and not doubted:
             schedule.retry_at(self.now + ASK_AGAIN)
             if schedule.under_way:
                 schedule.done()

@@ -5,6 +5,7 @@ They are watched besides P1 (``invariants``), which a history breaks only when a
 
 from __future__ import annotations
 
+from elastirun.rendezvous.failover.decide import Facts, StoreView
 from elastirun.rendezvous.peers.quorum import is_there
 from elastirun.rendezvous.transitions import DRAINING, LEFT
 from elastirun.rendezvous.wire.actions import Start
@@ -44,17 +45,17 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
         if other.alive and other.id in counted and is_there(node.machine.store.rows.get(other.id)):
             here = other.machine.store.place == place or place.name in other.given_up
             must(here, f"{node.id} counts {other.id}, which is in another store")
-    moves = node.machine.store._failover
-    assert moves._known is not None and place is not None
-    for i in counted & moves._here(node.machine.store.rows, moves._known):
-        once = world.counted.get(key := f"{new.store_id} {moves._known.term} {i}", place)
+    evidence, rules = node.machine.store._failover.evidence, node.machine.rules
+    assert evidence.known is not None and place is not None
+    here = Facts(evidence.known, evidence, StoreView(node.id, rules, node.machine.store.rows), node.now).counted
+    for i in counted & here:
+        once = world.counted.get(key := f"{new.store_id} {evidence.known.term} {i}", place)
         gone = not any(other.alive for other in world.nodes if other.id == once.id)  # each round there would include it
         must(once == place or gone, f"{i} counts at {once.id} and at {place.id} for one store that is lost")
         world.counted[key] = place
     for other in world.nodes:
-        back = other.alive and other is not node and not other.machine.store.undecided and other.machine.store.place == moves._before
-        counts = other.id in moves._here(node.machine.store.rows, moves._known)
-        must(not (back and counts), f"{node.id} counts {other.id}, which is back in the store that is lost")
+        back = other.alive and other is not node and not other.machine.store.undecided and other.machine.store.place == evidence.before
+        must(not (back and other.id in here), f"{node.id} counts {other.id}, which is back in the store that is lost")
     must(is_there(node.machine.store.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
     start = world.record_at_start()
     begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id
@@ -122,7 +123,7 @@ def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
 
 def _nobody_waits_for_ever(world: World) -> None:
     for node in world.nodes:
-        since = node.machine.store._failover.undecided_since
+        since = node.machine.store._failover.evidence.undecided_since
         leaves = node.machine.state in (DRAINING, LEFT)
         if node.alive and not node.frozen and not node.stalled and since is not None and not leaves:
             waited = node.now - since
