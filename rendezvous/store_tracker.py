@@ -76,12 +76,12 @@ class StoreTracker:
     @property
     def place(self) -> Place | None:
         """The place of the store in use; None: where the job was started."""
-        return self._failover.at
+        return self._failover.evidence.at
 
     @property
     def undecided(self) -> bool:
         """Whether this node waits in a standby store that nobody has taken over yet."""
-        return self._failover.undecided
+        return self._failover.evidence.undecided
 
     @property
     def waits(self) -> tuple[str, float] | None:
@@ -98,7 +98,7 @@ class StoreTracker:
         """Whether the exchange under way says nothing about the round of this node: it is with another store than the one in use, or with a
         standby store that nobody has taken over yet.
         """
-        return self._failover.undecided or (self._link.schedule.under_way and self._link.schedule.asked.look)
+        return self.undecided or (self._link.schedule.under_way and self._link.schedule.asked.look)
 
     @property
     def may_be_replaced(self) -> bool:
@@ -226,9 +226,9 @@ class StoreTracker:
         ``row``: of this node, as it is to be written. ``stays``: this node is not about to leave, and does not close the job.
         """
         self._link.schedule.done()
-        if self._link.schedule.asked.at != self._failover.at:
+        if self._link.schedule.asked.at != self.place:
             return self._looked(event)
-        if self.record and not self._failover.undecided and (why := rules.another_store(self.record, event.round)):
+        if self.record and not self.undecided and (why := rules.another_store(self.record, event.round)):
             if self._failover.places(self.record) and not event.hosting and (event.round is None or event.round.round == 0):
                 self._failover.replaced()  # its host is gone, and a standby store may take over
                 return self.failed(SyncFailed(event.now, why))
@@ -247,14 +247,14 @@ class StoreTracker:
         effects += map(Say, self._notes.lines([*event.ignored, *old], event.now))
         found, all_rows = event.round, self._link.schedule.asked.rows is None
         self._failover.answered(self._link.schedule.asked, event, self.record)
-        if self.record is not None and not self._failover.undecided and (why := rules.another_store(self.record, found)):
+        if self.record is not None and not self.undecided and (why := rules.another_store(self.record, found)):
             if stays and self._may_begin_again(self.record, event, row):
                 return effects + self._begin_again(self.record)
             return [*effects, Ends(Outcome.STORE_LOST, why)]
         self._earlier = found if found and not self.record and earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None
         if self._earlier is not None and not self.rules.lasting:
             return effects + self._wait_for_another_store(self._earlier)
-        effects += self._adopt(self.record if self._failover.undecided else found if self._earlier is None else None)
+        effects += self._adopt(self.record if self.undecided else found if self._earlier is None else None)
         verdict = self._link.take_in(event, rows, row.status is RUNNING)
         if verdict is not None:
             if not (self._link.plan.sees_all or self._link.plan.wide) and self._may_have_lost_more(row):
@@ -296,7 +296,7 @@ class StoreTracker:
     def failed(self, event: SyncFailed) -> list[Effect]:
         """Take in that an exchange has failed."""
         self._link.schedule.done()
-        if (place := self._link.schedule.asked.at) != self._failover.at:
+        if (place := self._link.schedule.asked.at) != self.place:
             if not event.overtaken:
                 self._failover.unanswered(place, event.now)
             return []
@@ -306,7 +306,7 @@ class StoreTracker:
         if self._link.schedule.asked.change is not None and self.record is None:
             self._take_another_store_id()  # the store may have accepted the first one
         self._link.failed(event, newcomer=self.record is None)
-        if self._failover.at is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
+        if self.place is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
             self.turn_back()
         effects: list[Effect] = []
         if event.refused and self._link.contact.last is None:
@@ -370,7 +370,7 @@ class StoreTracker:
         No round that it has read names it, and the round of ``record`` cannot go on: its store has ended with the node that hosted it, or
         another job is in the store already.
         """
-        in_no_round = not row.round and not row.done_round and self._failover.at is None
+        in_no_round = not row.round and not row.done_round and self.place is None
         is_over = record.round == 0 or bool(record.host) or event.round is not None
         return in_no_round and is_over and not event.hosting
 
@@ -448,7 +448,7 @@ class StoreTracker:
             return [look]
         if not schedule.urgent and change is None and self.now < schedule.due:
             return [Wakes(schedule.due)]
-        status = JOINING if self._failover.undecided else row.status
+        status = JOINING if self.undecided else row.status
         due = self.now + self._link.plan.interval(status, record, waited, self._link.contact.took)
         asked = self._rows_to_read(row) if self._earlier is None else None
         put = self._link.put(record, row, self.now)

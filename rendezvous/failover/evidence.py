@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elastirun.rendezvous.failover.succession import gone, newest, standbys
+from elastirun.rendezvous.failover.succession import newest, standbys
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Vote
@@ -80,7 +80,7 @@ class Evidence:
     # -- answers ------------------------------------------------------------------------------------------------------------
 
     def heard(self, found: tuple[Vote, ...], record: RoundRecord | None) -> Evidence:
-        """Take in votes about the job of ``record``, and none of another run of it.
+        """Take in votes about the job of ``record``, and none of another run of it. The record in a vote may name ended nodes, too.
 
         Who says that a host has died knows the newest record that this host knew: its guard's word brings both.
         """
@@ -90,14 +90,14 @@ class Evidence:
             known = newest(vote.record, known)
             if vote.id == vote.record.host and vote.id in vote.gone:
                 word = vote if word is None or newest(vote.record, word.record) is vote.record else word
-        return replace(self, gone=self.gone | gone(votes), known=known, word=word) if votes else self
+        ended = {i for vote in votes for i in (*vote.gone, *(vote.record.broken.ended if vote.record.broken else ()))}
+        return replace(self, gone=self.gone | ended, known=known, word=word)
 
     def answered(self, answer: Synced, record: RoundRecord | None) -> Evidence:
         """Take in an ``answer`` of the store in use. What was found where the job was started held for this exchange."""
         terms = {**self.terms, **{vote.id: vote.record.term for vote in answer.votes}}
         since = self.undecided_since if answer.round is None else None
-        heard = self.heard(answer.votes, record)
-        return replace(heard, terms=terms, undecided_since=since, start_is_clear=False, is_replaced=False)
+        return replace(self.heard(answer.votes, record), terms=terms, undecided_since=since, start_is_clear=False, is_replaced=False)
 
     def looked(self, place: Place | None, answer: Synced, record: RoundRecord) -> Evidence:
         """Take in the ``answer`` to a look at the store of ``place``; None: where the job was started."""
@@ -129,14 +129,11 @@ class Evidence:
 
         ``ran``: seconds for which it has known the round.
         """
-        ended = self.gone | quorum.left(rows.values())
-        given_up = replace(self, gone=ended, terms={}, ran=(record.fence, ran) if record.open else self.ran)
-        if not self.undecided or self.known is None:  # else ``record`` is not what stood in a store
-            given_up = replace(given_up, known=newest(record, self.known))
-        if not self.undecided:
-            host = rows.get(record.host)
-            given_up = replace(given_up, before=self.at, host_seq=host.seq if host is not None else None)
-        return given_up.uses(place, undecided_since)
+        known = self.known if self.undecided and self.known else newest(record, self.known)  # undecided: no store has ``record``
+        ended, how_long = self.gone | quorum.left(rows.values()), (record.fence, ran) if record.open else self.ran
+        moved = replace(self, gone=ended, known=known, terms={}, ran=how_long).uses(place, undecided_since)
+        host = rows.get(record.host)
+        return moved if self.undecided else replace(moved, before=self.at, host_seq=host.seq if host is not None else None)
 
     def went_back(self) -> Evidence:
         """Note that this node gives up the undecided store in use for the one before it."""

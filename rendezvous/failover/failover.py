@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elastirun.rendezvous.failover.decide import Decision, Facts, Found, Move, Probe, Stay, StoreView, TakeOver, decide, places
+from elastirun.rendezvous.failover.decide import Case, Decision, Move, Probe, Rows, Stay, StoreView, TakeOver, decide, places, searched
 from elastirun.rendezvous.failover.evidence import Evidence, Search
 from elastirun.rendezvous.failover.succession import another_run, vote
 from elastirun.rendezvous.peers.liveness import Since
@@ -14,11 +13,12 @@ from elastirun.rendezvous.peers.polling import PER_NODE
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.wire.actions import Change, Sync
 from elastirun.rendezvous.wire.events import Synced
-from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Vote
+from elastirun.rendezvous.wire.records import Place, RoundRecord, Vote
 
 QUICKEST_LOOK = 0.02  # seconds between two looks at standby stores, just after the store was lost: a guard needs about 0.1 s
 LOOKS_OF_WAIT = 0.1  # of the time since then, up to a beat
 OVERRULED_AGAIN = 5.0  # seconds at most from one word of another run to the next, of those that count together
+TOO_FEW = "too few nodes of the last round can be reached, and the others may go on without this node"
 
 
 @dataclass
@@ -35,30 +35,17 @@ class Failover:
     _overruled: tuple[str, float, float] | None = None  # another run whose word stands where this one's should; found since, and last, when
 
     @property
-    def at(self) -> Place | None:
-        """The store in use; None: the one that the job was started with."""
-        return self.evidence.at
-
-    @property
-    def undecided(self) -> bool:
-        """Return whether this node waits in a standby store that nobody has taken over yet."""
-        return self.evidence.undecided
-
-    @property
     def waits(self) -> tuple[str, float] | None:
         """Return in words what this node waits for although the store in use answers, and since when; None: for nothing."""
         if self.evidence.undecided_since is not None:
             return "too few nodes have come to the store that is to take over", self.evidence.undecided_since
         if self.evidence.minority_since is not None:
-            why = "too few nodes of the last round can be reached, and the others may go on without this node"
-            return why, self.evidence.minority_since
+            return TOO_FEW, self.evidence.minority_since
         return None
 
     def note_minority(self, minority: bool, now: float) -> None:
         """Note whether too few members of an earlier round are here to form the next one."""
-        since = (self.evidence.minority_since or now) if minority else None
-        if since != self.evidence.minority_since:
-            self.evidence = replace(self.evidence, minority_since=since)
+        self.evidence = replace(self.evidence, minority_since=(self.evidence.minority_since or now) if minority else None)
 
     def replaced(self) -> None:
         """Note that the store in use is gone: an empty one answers in its place, where a first round may form soon."""
@@ -77,8 +64,8 @@ class Failover:
 
         The word of the store's host moves the store. That of another member counts where the store cannot be reached: both may have died.
         """
-        known = self.evidence.known if self.undecided and self.evidence.known is not None else record
-        serves = record is not None and self.me == (self.at.id if self.at else record.host)
+        at, known = self.evidence.at, self.evidence.known if self.evidence.undecided and self.evidence.known is not None else record
+        serves = record is not None and self.me == (at.id if at else record.host)
         if known is None or not self.rules.succession or not (serves or known.index(self.me) is not None):
             return None
         return vote(self.me, known, self.evidence.gone | {self.me})
@@ -89,18 +76,14 @@ class Failover:
 
     # -- decisions --------------------------------------------------------------------------------------------------------
 
-    def search(
-        self, record: RoundRecord | None, silent_since: float | None, rows: Mapping[str, NodeRow], now: float, stays: bool = True
-    ) -> float | None:
+    def search(self, record: RoundRecord | None, silent_since: float | None, rows: Rows, now: float, stays: bool = True) -> float | None:
         """Begin the search for another store, go on with it, or end it. Return the time of the next look; None: none is needed."""
         view = StoreView(self.me, self.rules, rows, silent_since, stays)
         if record is not None:
-            self.evidence = Facts(record, self.evidence, view, now).searched
+            self.evidence = searched(Case(record, self.evidence, view, now))
         decision = decide(record, self.evidence, view, now)
         self._probe = decision if isinstance(decision, Probe) else None
-        if isinstance(decision, Stay):
-            return None
-        return decision.due if isinstance(decision, Probe) else self.evidence.search.due
+        return None if isinstance(decision, Stay) else self._probe.due if self._probe else self.evidence.search.due
 
     def look(self, record: RoundRecord, now: float) -> Sync:
         """Return the exchange that looks at the next store. It asks for little: every node of a large job does it at once.
@@ -114,52 +97,48 @@ class Failover:
         pause = min(max(quickest, LOOKS_OF_WAIT * (now - evidence.search.since)), max(quickest, self.rules.beat))
         self.evidence = evidence.looks(probe.place, now, now + pause)
         place, here = probe.place, (evidence.at.id,) if evidence.at else ()
-        if probe.word is not None:
-            return Sync(change=probe.word, rows=(), look=True)
+        if probe.claim is not None:
+            return Sync(change=probe.claim, rows=(), look=True)
         if place is None:
             return Sync(rows=tuple(dict.fromkeys(((evidence.known or record).host, *here))), look=True)
-        doubts = evidence.search.doubts
         few = dict.fromkeys((record.host, *here, *(p.id for p in evidence.line(record))))  # those in line may have died with the host
-        voters = tuple(m.id for m in record.members) if doubts and place.id == self.me else tuple(few)
-        votes = (Vote(self.me, record),) if doubts and not evidence.undecided else ()
+        voters = tuple(m.id for m in record.members) if evidence.search.doubts and place.id == self.me else tuple(few)
+        votes = (Vote(self.me, record),) if evidence.search.doubts and not evidence.undecided else ()
         return Sync(rows=(place.id, *here), voters=voters, votes=votes, at=place, look=True)
 
-    def looked(self, place: Place | None, answer: Synced, record: RoundRecord, rows: Mapping[str, NodeRow]) -> Decision:
+    def looked(self, place: Place | None, answer: Synced, record: RoundRecord, rows: Rows) -> Decision:
         """Take in the ``answer`` to a look at the store of ``place``. Return whether this node moves there.
 
         ``rows``: as they were read last in the store in use.
         """
-        view = StoreView(self.me, self.rules, rows, found=Found(place, answer))
+        view = StoreView(self.me, self.rules, rows, place=place, answer=answer)
         decision = decide(record, self.evidence, view, answer.now)
         if not (isinstance(decision, Move) and decision.back):
             self.evidence = self.evidence.looked(place, answer, record)
         return decision
 
-    def take_over(self, rows: Mapping[str, NodeRow], now: float) -> Change | None:
+    def take_over(self, rows: Rows, now: float) -> Change | None:
         """Return the write that makes this node's own standby store the one in use; None: it may not take over, or not yet."""
         decision = decide(self.evidence.known, self.evidence, StoreView(self.me, self.rules, rows), now)
         return decision.change if isinstance(decision, TakeOver) else None
 
     # -- the next store -----------------------------------------------------------------------------------------------------
 
-    def move(
-        self, place: Place, record: RoundRecord, rows: Mapping[str, NodeRow], decided: bool, now: float, ran: float = 0.0
-    ) -> RoundRecord:
+    def move(self, place: Place, record: RoundRecord, rows: Rows, decided: bool, now: float, ran: float = 0.0) -> RoundRecord:
         """Give up the store in use for that of ``place``. Return the newest record that was read anywhere.
 
         ``record``, ``rows``: as this node has read them last in the store in use. ``ran``: seconds for which it has known the round.
         """
         since = None if decided else self.evidence.undecided_since or now
         self.evidence, self._overruled = self.evidence.moved(place, since, record, rows, ran), None
-        known = self.evidence.known
-        assert known is not None
+        known = self.evidence.known or record
         self.votes = () if decided else self._words(known)
         return known
 
     def go_back(self) -> Place | None:
         """Give up the undecided store in use for the one before it. Return that one's place."""
         self.votes, self._overruled, self.evidence = (), None, self.evidence.went_back()
-        return self.at
+        return self.evidence.at
 
     def follow(self, place: Place) -> None:
         """Use the store of ``place``, where this newcomer was sent."""
@@ -167,14 +146,14 @@ class Failover:
 
     def turn_back(self, until: float) -> None:
         """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""
-        self.evidence, self._unreachable_until = replace(self.evidence, at=None), (self.at, until)
+        self.evidence, self._unreachable_until = replace(self.evidence, at=None), (self.evidence.at, until)
 
     def is_sent(self, found: RoundRecord | None, now: float) -> Place | None:
         """Return where the record ``found``, read where the job was started, sends this node; None: nowhere.
 
         It sends a newcomer if no round has formed there, and all others if their job has gone on elsewhere without its host.
         """
-        if not self.rules.succession or found is None or found.moved in (None, self.at):
+        if not self.rules.succession or found is None or found.moved in (None, self.evidence.at):
             return None
         self._redirected.see(found.moved, now)
         place, until = self._unreachable_until
@@ -186,13 +165,13 @@ class Failover:
 
     # -- the store in use -----------------------------------------------------------------------------------------------------
 
-    def complete(self, sync: Sync, record: RoundRecord | None, rows: Mapping[str, NodeRow]) -> Sync:
+    def complete(self, sync: Sync, record: RoundRecord | None, rows: Rows) -> Sync:
         """Return the exchange with the store in use, in which ``rows`` were read last.
 
         In an undecided store the owner reads all that the others bring, they read its row and vote. When it has taken over, and too few are
         there to go on, it reads the words of guards, which may have come late.
         """
-        sync, evidence, at = replace(sync, at=self.at, votes=self.votes), self.evidence, self.at
+        sync, evidence, at = replace(sync, at=self.evidence.at, votes=self.votes), self.evidence, self.evidence.at
         if at is None or record is None:
             return sync
         if at.id != self.me:
@@ -213,7 +192,7 @@ class Failover:
         self.evidence = self.evidence.answered(answer, record)
         known = self.evidence.known
         self.votes = () if asked.votes == self.votes else self.votes
-        if self.undecided and known is not None and (before is None or known.term > before.term):
+        if self.evidence.undecided and known is not None and (before is None or known.term > before.term):
             self.votes = self._words(known)
 
     def _words(self, known: RoundRecord) -> tuple[Vote, ...]:
@@ -226,9 +205,10 @@ class Failover:
 
         Without the record: too few nodes are there, and another node may have taken over as well, whose word is not written over.
         """
-        if self.at is None or self.at.id != self.me or self.undecided or record is None or record.closed:
+        at = self.evidence.at
+        if at is None or at.id != self.me or self.evidence.undecided or record is None or record.closed:
             return None
-        return replace(self.at, run=record.store_id), record if self.waits is None else None
+        return replace(at, run=record.store_id), record if self.waits is None else None
 
     def found_at_start(self, found: RoundRecord | None, record: RoundRecord, waits: bool, now: float) -> str:
         """Process what this owner found where it says where the store is. Return why it gives up; empty: it does not.

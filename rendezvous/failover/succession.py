@@ -9,7 +9,7 @@ members have come. The rules are in decide.py; see docs/decisions/0020 for the a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from elastirun.rendezvous.wire.codec import clip
@@ -29,11 +29,6 @@ def standbys(record: RoundRecord | None) -> tuple[Place, ...]:
 def newest(record: RoundRecord, other: RoundRecord | None) -> RoundRecord:
     """Return the newer one of two records of a job."""
     return other if other is not None and (other.term, other.version) > (record.term, record.version) else record
-
-
-def gone(votes: Iterable[Vote]) -> frozenset[str]:
-    """Return the nodes whose end is proven: by a vote itself, or by the record that it brings."""
-    return frozenset(i for vote in votes for i in (*vote.gone, *(vote.record.broken.ended if vote.record.broken else ())))
 
 
 def vote(me: str, record: RoundRecord, ended: Collection[str]) -> Vote:

@@ -5,7 +5,7 @@ They are watched besides P1 (``invariants``), which a history breaks only when a
 
 from __future__ import annotations
 
-from elastirun.rendezvous.failover.decide import Facts, StoreView
+from elastirun.rendezvous.failover.decide import Case, StoreView, counted
 from elastirun.rendezvous.peers.quorum import is_there
 from elastirun.rendezvous.transitions import DRAINING, LEFT
 from elastirun.rendezvous.wire.actions import Start
@@ -40,22 +40,23 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     must(name not in world.terms, f"two stores take over with term {new.term}")
     world.terms.add(name)
     world.owners.add(node.id)
-    counted = {i for quorum in new.quorums for i in quorum.ids} | {m.id for m in new.members}
+    named = {i for quorum in new.quorums for i in quorum.ids} | {m.id for m in new.members}
     for other in world.nodes:
-        if other.alive and other.id in counted and is_there(node.machine.store.rows.get(other.id)):
+        if other.alive and other.id in named and is_there(node.machine.store.rows.get(other.id)):
             here = other.machine.store.place == place or place.name in other.given_up
             must(here, f"{node.id} counts {other.id}, which is in another store")
     evidence, rules = node.machine.store._failover.evidence, node.machine.rules
     assert evidence.known is not None and place is not None
-    here = Facts(evidence.known, evidence, StoreView(node.id, rules, node.machine.store.rows), node.now).counted
-    for i in counted & here:
+    case = Case(evidence.known, evidence, StoreView(node.id, rules, node.machine.store.rows), node.now)
+    counting = counted(case, evidence.known)
+    for i in named & counting:
         once = world.counted.get(key := f"{new.store_id} {evidence.known.term} {i}", place)
         gone = not any(other.alive for other in world.nodes if other.id == once.id)  # each round there would include it
         must(once == place or gone, f"{i} counts at {once.id} and at {place.id} for one store that is lost")
         world.counted[key] = place
     for other in world.nodes:
         back = other.alive and other is not node and not other.machine.store.undecided and other.machine.store.place == evidence.before
-        must(not (back and other.id in here), f"{node.id} counts {other.id}, which is back in the store that is lost")
+        must(not (back and other.id in counting), f"{node.id} counts {other.id}, which is back in the store that is lost")
     must(is_there(node.machine.store.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
     start = world.record_at_start()
     begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id
