@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.failover.succession import Failover
+from elastirun.rendezvous.failover.failover import Failover
 from elastirun.rendezvous.peers.view import View
 from tests.sim.explore import MESSAGES, WITH_SUCCESSION, WORLDS, deviate, explore
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import formation
-from elastirun.rendezvous.failover.succession import Failover, another_run, take_over
+from elastirun.rendezvous.failover.failover import Failover
+from elastirun.rendezvous.failover.succession import another_run, take_over
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
@@ -16,7 +17,7 @@ from elastirun.rendezvous.wire.actions import Outcome, Reconnect, Sync
 from elastirun.rendezvous.wire.events import Synced, SyncFailed, Tick
 from elastirun.rendezvous.wire.records import Cause, Closed, NodeRow, Quorum, RoundRecord, Status, Verdict, Vote
 from tests.rendezvous import test_formation
-from tests.rendezvous.test_succession import PLACES, PROOF, RECORD, answer, come, goes_on, rows, told
+from tests.rendezvous.test_succession import PLACES, PROOF, RECORD, answer, come, follows, goes_on, rows, told
 from tests.sim.world import Deaths, Node, World
 
 MAJORITY = Rules(1, 5, store_succession="majority")
@@ -143,7 +144,7 @@ def test_who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_
     host.crash()
     newcomer = world.add(host.name)
     assert world.run(1.0, lambda: (record := world.record_at(second)) is not None and record.term > 0)
-    assert host.id not in second.machine.store._failover.gone
+    assert host.id not in second.machine.store._failover.evidence.gone
     goes_on(world, second, newcomer, within=6.0)
 
 
@@ -286,22 +287,22 @@ def votes(ids: str, number: int = 3) -> tuple[Vote, ...]:
 
 
 def test_the_first_in_line_gives_up_the_store_when_enough_others_doubt_too() -> None:
-    assert not doubting("a").should_follow(PLACES[1], answer(votes=votes("b")), RECORD)
-    assert doubting("a").should_follow(PLACES[1], answer(votes=votes("bc")), RECORD)
-    assert not doubting("a").should_follow(PLACES[1], answer(votes=votes("bc", number=1)), RECORD), "they doubted earlier"
-    assert doubting("a").should_follow(PLACES[1], answer(votes=votes("bc", number=2)), RECORD), "they have not read the last round"
+    assert not follows(doubting("a"), PLACES[1], answer(votes=votes("b")), RECORD)
+    assert follows(doubting("a"), PLACES[1], answer(votes=votes("bc")), RECORD)
+    assert not follows(doubting("a"), PLACES[1], answer(votes=votes("bc", number=1)), RECORD), "they doubted earlier"
+    assert follows(doubting("a"), PLACES[1], answer(votes=votes("bc", number=2)), RECORD), "they have not read the last round"
 
 
 def test_the_last_word_of_a_node_that_leaves_is_no_doubt() -> None:
     """It writes that word whenever the store does not answer when it leaves. The host may only be slow."""
     leaver = Vote("c", RECORD, ("c",))
-    assert not doubting("a").should_follow(PLACES[1], answer(votes=(*votes("b"), leaver)), RECORD)
-    assert doubting("a").should_follow(PLACES[1], answer(votes=(*votes("bd"), leaver)), RECORD)
+    assert not follows(doubting("a"), PLACES[1], answer(votes=(*votes("b"), leaver)), RECORD)
+    assert follows(doubting("a"), PLACES[1], answer(votes=(*votes("bd"), leaver)), RECORD)
 
 
 def test_the_others_go_to_an_owner_that_has_given_up_the_store() -> None:
-    assert doubting("b").should_follow(PLACES[1], answer("a", votes=()), RECORD)
-    assert not doubting("b").should_follow(PLACES[1], answer(votes=votes("acd")), RECORD)
+    assert follows(doubting("b"), PLACES[1], answer("a", votes=()), RECORD)
+    assert not follows(doubting("b"), PLACES[1], answer(votes=votes("acd")), RECORD)
 
 
 def test_nobody_doubts_early_nor_without_majority() -> None:
@@ -310,7 +311,7 @@ def test_nobody_doubts_early_nor_without_majority() -> None:
     proof = Failover("a", PROOF)
     proof.search(RECORD, 0.0, {}, 1000.0)
     for moves in (early, proof):
-        assert not moves.should_follow(PLACES[1], answer("a", votes=votes("bcd")), RECORD)
+        assert not follows(moves, PLACES[1], answer("a", votes=votes("bcd")), RECORD)
 
 
 def test_a_host_that_is_left_with_too_few_follows_as_the_others_do() -> None:
@@ -318,7 +319,7 @@ def test_a_host_that_is_left_with_too_few_follows_as_the_others_do() -> None:
     host.note_minority(True, 0.0)
     for now, expected in ((MAJORITY.expire - 0.1, False), (MAJORITY.expire, True)):
         host.search(RECORD, None, {}, now)
-        assert host.should_follow(PLACES[1], answer("a", votes=()), RECORD) is expected
+        assert follows(host, PLACES[1], answer("a", votes=()), RECORD) is expected
 
 
 def test_a_doubt_is_written_where_it_is_counted() -> None:
@@ -329,7 +330,7 @@ def test_a_doubt_is_written_where_it_is_counted() -> None:
 
 def test_an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come() -> None:
     owner = doubting("a")
-    owner.should_follow(PLACES[1], answer(votes=votes("bcd")), RECORD)
+    follows(owner, PLACES[1], answer(votes=votes("bcd")), RECORD)
     owner.move(PLACES[1], RECORD, {}, False, 10.0)
     come(owner, "abcd")
     assert owner.take_over(rows("ab"), 99.0) is None
@@ -345,7 +346,7 @@ def test_a_suspended_node_has_not_waited_meanwhile() -> None:
     moves.move(PLACES[1], RECORD, {}, False, 10.0)
     moves.unanswered(PLACES[2], 10.0)
     moves.stood_still(70.0, 60.0)
-    assert moves.undecided_since == 70.0 and not moves._silent_since
+    assert moves.evidence.undecided_since == 70.0 and not moves.evidence.silent_since
 
 
 def test_who_begins_to_doubt_waits_for_no_answer_any_more() -> None:
@@ -370,7 +371,7 @@ def test_a_take_over_goes_before_another_look() -> None:
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, replace(RECORD, settings=MAJORITY.settings), {}))
     machine.store._failover = doubting("a")
-    machine.store._failover.should_follow(PLACES[1], answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
+    follows(machine.store._failover, PLACES[1], answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
     machine.store._move(PLACES[1], RECORD, decided=False)
     machine.store._link.rows = rows("abcd")
     machine.store._failover.answered(Sync(), answer(votes=votes("abcd")), RECORD)
@@ -386,7 +387,7 @@ def test_nodes_that_were_suspended_together_go_on() -> None:
     world = told(3)
     host, a, b = world.nodes
     host.crash()
-    assert world.run(5, lambda: a.machine.store._failover.undecided)
+    assert world.run(5, lambda: a.machine.store._failover.evidence.undecided)
     for node in (a, b):
         node.freeze()
     world.run(40.0)  # its store grace is 15 s
@@ -398,7 +399,7 @@ def test_nodes_that_were_suspended_together_go_on() -> None:
 def test_who_knows_another_round_looks_first_where_the_guard_of_the_host_says() -> None:
     newer = replace(RECORD, version=9, round=4, members=(RECORD.members[0], *RECORD.members[3:]))
     moves = Failover("b", MAJORITY)
-    moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
+    follows(moves, PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
     assert [place.id for place in moves.places(RECORD)] == ["c", "d", "a", "b"]
     assert [place.id for place in Failover("b", MAJORITY).places(RECORD)] == ["a", "b", "c", "d"]
 
@@ -468,7 +469,7 @@ def test_two_owners_never_take_over_with_the_same_term() -> None:
     first, second = doubting("a"), doubting("b")
     terms = []
     for moves, place in ((first, PLACES[1]), (second, PLACES[2])):
-        moves.should_follow(place, answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
+        follows(moves, place, answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
         moves.move(place, RECORD, {}, False, 10.0)
         come(moves, "abcd")
         change = moves.take_over(rows("abcd"), 20.0)

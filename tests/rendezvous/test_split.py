@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.failover.succession import Failover
+from elastirun.rendezvous.failover.decide import Move
+from elastirun.rendezvous.failover.evidence import Evidence
+from elastirun.rendezvous.failover.failover import Failover
 from elastirun.rendezvous.wire.actions import Sync
 from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Vote
 from tests.rendezvous.test_majority import MAJORITY, world_of
-from tests.rendezvous.test_succession import PLACES, RECORD, goes_on
+from tests.rendezvous.test_succession import PLACES, RECORD, follows, goes_on
 
 OWN, OF_C = PLACES[2], PLACES[3]
 NEWER = replace(RECORD, version=RECORD.version + 1)
@@ -75,7 +78,7 @@ def test_a_node_that_goes_back_serves_another_standby_store() -> None:
 
 def waiting_in(place: Place, *, silent: bool = True, gone: str = "") -> Failover:
     """The node b, which waits in the undecided store of ``place``. ``silent``: the store that it gave up did not answer."""
-    moves = Failover("b", MAJORITY, gone=frozenset(gone))
+    moves = Failover("b", MAJORITY, Evidence(gone=frozenset(gone)))
     if not silent:
         moves.note_minority(True, 0.0)
     moves.search(RECORD, 0.0 if silent else None, {}, 2 * MAJORITY.expire)
@@ -89,14 +92,30 @@ def goes_back(
     """Return whether the node goes back where ``found`` stands; the row of c there names ``standby``. ``came``: to the store in use."""
     there = {"c": NodeRow("c", "c", "", 0, 2, standby=standby), "h": replace(HOST, seq=host_seq)}
     rows = {i: NodeRow(i, i, "", 0, 2) for i in came}
-    moves._terms = dict.fromkeys(came, RECORD.term)
-    return moves.should_go_back(place, Synced(20.0, 20.0, found, there), RECORD, rows)
+    moves.evidence = replace(moves.evidence, terms=dict.fromkeys(came, RECORD.term))
+    return is_back(moves, place, Synced(20.0, 20.0, found, there), RECORD, rows)
+
+
+def is_back(moves: Failover, place: Place | None, answer: Synced, record: RoundRecord, rows: dict[str, NodeRow]) -> bool:
+    """Return whether the node goes back to the store of ``place``, which has given this ``answer``."""
+    decision = moves.looked(place, answer, record, rows)
+    return isinstance(decision, Move) and decision.back
+
+
+def looks(moves: Failover, silent_since: float, times: Iterable[float]) -> list[Sync]:
+    """Return the looks that the node makes at these ``times``."""
+    return [moves.look(RECORD, now) for now in times if moves.search(RECORD, silent_since, {}, now) is not None]
 
 
 def test_a_node_goes_back_from_its_own_store_to_the_one_that_has_gone_on() -> None:
     assert goes_back(waiting_in(OWN), NEWER)
     moves = waiting_in(OWN)
-    assert moves.go_back() is None and moves.at is None and not moves.undecided and moves.places(RECORD) == [PLACES[1], *PLACES[3:]]
+    assert (
+        moves.go_back() is None
+        and moves.evidence.at is None
+        and not moves.evidence.undecided
+        and moves.places(RECORD) == [PLACES[1], *PLACES[3:]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,8 +133,7 @@ def test_it_goes_back_to_no_store_but_the_last_one_that_was_decided() -> None:
     moves.move(PLACES[4], RECORD, {}, True, 1.0)
     moves.search(RECORD, 1.0, {}, 20.0)
     moves.move(OWN, RECORD, {"h": HOST}, False, 20.0)
-    moves.search(RECORD, 1.0, {}, 30.0)
-    assert PLACES[4] in [moves.look(RECORD, 30.0 + k).at for k in range(40)], "it looks there"
+    assert PLACES[4] in [sync.at for sync in looks(moves, 1.0, range(30, 70))], "it looks there"
     assert goes_back(moves, NEWER, place=PLACES[4]) and not goes_back(moves, NEWER)
     assert moves.go_back() == PLACES[4]
 
@@ -128,7 +146,7 @@ def test_it_goes_back_where_the_host_has_written_its_row_since_although_nothing_
 
 def test_the_row_of_a_host_that_it_had_not_read_there_is_read_twice() -> None:
     moves = waiting_in(OWN)
-    moves._host_seq = None
+    moves.evidence = replace(moves.evidence, host_seq=None)
     assert not goes_back(moves, NEWER, host_seq=6)
     assert not goes_back(moves, NEWER, host_seq=6)
     assert goes_back(moves, NEWER, host_seq=7)
@@ -142,15 +160,15 @@ def test_it_does_not_go_back_to_a_store_of_its_own() -> None:
     moves.search(mine, 1.0, {}, 20.0)
     moves.move(OF_C, mine, {"b": own}, False, 20.0)
     there = {"b": replace(own, seq=own.seq + 1), "c": NodeRow("c", "c", "", 0, 2, standby=0)}
-    assert not moves.should_go_back(OWN, Synced(20.0, 20.0, replace(mine, version=mine.version + 1), there), mine, {})
+    assert not is_back(moves, OWN, Synced(20.0, 20.0, replace(mine, version=mine.version + 1), there), mine, {})
 
 
 def test_whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before() -> None:
     """The row stands in a third store, and says of its owner only where that was before it came to its own store."""
     moves = waiting_in(OF_C)
-    for standby, follows in ((OF_C.port, False), (0, True), (OF_C.port + 1, True)):
+    for standby, expected in ((OF_C.port, False), (0, True), (OF_C.port + 1, True)):
         there = {"a": NodeRow("a", "a", "", 0, 2), "c": NodeRow("c", "c", "", 0, 2, standby=standby)}
-        assert moves.should_follow(PLACES[1], Synced(20.0, 20.0, None, there), RECORD) is follows
+        assert follows(moves, PLACES[1], Synced(20.0, 20.0, None, there), RECORD) is expected
 
 
 def test_it_does_not_go_back_to_a_host_whose_end_is_proven() -> None:
@@ -180,8 +198,7 @@ def test_in_a_store_that_is_decided_nobody_goes_back() -> None:
 
 def test_a_look_back_reads_the_row_of_the_owner_of_the_store_in_use() -> None:
     moves = waiting_in(OF_C)
-    moves.search(RECORD, 0.0, {}, 20.0)
-    asked = [moves.look(RECORD, 20.0 + k) for k in range(40)]
+    asked = looks(moves, 0.0, range(20, 60))
     assert [sync.rows for sync in asked if sync.at is None] and {sync.rows for sync in asked if sync.at is None} == {("h", "c")}
 
 

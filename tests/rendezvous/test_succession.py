@@ -10,7 +10,9 @@ import pytest
 
 from elastirun.errors import StoreError, UnreadableMembers
 from elastirun.rendezvous.failover import succession
-from elastirun.rendezvous.failover.succession import Failover
+from elastirun.rendezvous.failover.decide import Move
+from elastirun.rendezvous.failover.evidence import Evidence
+from elastirun.rendezvous.failover.failover import Failover
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
@@ -332,38 +334,50 @@ def test_a_record_that_is_taken_over_says_that_its_round_is_over(broken: Broken 
     assert taken.broken.cause is (broken.cause if broken else Cause.LOST)
 
 
+def follows(moves: Failover, place: Place, answer: Synced, record: RoundRecord) -> bool:
+    """Whether a node goes on to the standby store of ``place``, which has given this ``answer``."""
+    decision = moves.looked(place, answer, record, {})
+    return isinstance(decision, Move) and not decision.back
+
+
+def found_where_started(owner: Failover, answer: Synced) -> str:
+    """Let ``owner`` find this where the job was started. Return why it ends; empty: it does not."""
+    assert not isinstance(owner.looked(None, answer, RECORD, {}), Move)
+    return succession.another_run(answer.round, RECORD)
+
+
 def test_nobody_follows_before_the_end_of_the_host_is_proven() -> None:
     moves = Failover("b", PROOF)
-    assert not moves.should_follow(PLACES[1], answer("a", votes=()), RECORD)
-    assert not moves.should_follow(PLACES[1], answer("a", votes=(Vote("c", RECORD, ("d",)),)), RECORD)
-    assert moves.should_follow(PLACES[1], answer("a"), RECORD)
+    assert not follows(moves, PLACES[1], answer("a", votes=()), RECORD)
+    assert not follows(moves, PLACES[1], answer("a", votes=(Vote("c", RECORD, ("d",)),)), RECORD)
+    assert follows(moves, PLACES[1], answer("a"), RECORD)
 
 
 def test_nobody_follows_into_a_store_whose_owner_is_not_there() -> None:
     moves = Failover("b", PROOF)
-    assert not moves.should_follow(PLACES[1], answer("c", "d"), RECORD)
+    assert not follows(moves, PLACES[1], answer("c", "d"), RECORD)
     left = Synced(0.0, 0.0, None, {"a": NodeRow("a", "a", "", 0, 2, status=Status.LEFT)}, votes=(DEAD,))
-    assert not moves.should_follow(PLACES[1], left, RECORD)
+    assert not follows(moves, PLACES[1], left, RECORD)
 
 
 def test_a_store_that_was_taken_over_is_followed_at_once() -> None:
     taken = succession.take_over(RECORD, "a", {"h"}, ())
-    assert Failover("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=taken), RECORD)
-    assert not Failover("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=RECORD), RECORD)
-    assert not Failover("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=replace(taken, store_id="other")), RECORD)
+    assert follows(Failover("b", PROOF), PLACES[1], answer(votes=(), found=taken), RECORD)
+    assert not follows(Failover("b", PROOF), PLACES[1], answer(votes=(), found=RECORD), RECORD)
+    assert not follows(Failover("b", PROOF), PLACES[1], answer(votes=(), found=replace(taken, store_id="other")), RECORD)
 
 
 def test_the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain() -> None:
-    assert Failover("a", PROOF).should_follow(PLACES[1], answer(), RECORD)
+    assert follows(Failover("a", PROOF), PLACES[1], answer(), RECORD)
     second = Failover("b", PROOF)
-    assert not second.should_follow(PLACES[2], answer(now=1.0), RECORD)
+    assert not follows(second, PLACES[2], answer(now=1.0), RECORD)
     second.unanswered(PLACES[1], 1.0)
     second.unanswered(PLACES[1], 3.0)
-    assert not second.should_follow(PLACES[2], answer(now=5.9), RECORD)
-    assert second.should_follow(PLACES[2], answer(now=6.0), RECORD)
-    second.should_follow(PLACES[1], answer(now=6.1), RECORD)  # it has answered
-    assert not second.should_follow(PLACES[2], answer(now=6.2), RECORD)
-    assert second.should_follow(PLACES[2], answer(now=6.3, votes=(Vote("a", RECORD, ("a",)),)), RECORD)
+    assert not follows(second, PLACES[2], answer(now=5.9), RECORD)
+    assert follows(second, PLACES[2], answer(now=6.0), RECORD)
+    follows(second, PLACES[1], answer(now=6.1), RECORD)  # it has answered
+    assert not follows(second, PLACES[2], answer(now=6.2), RECORD)
+    assert follows(second, PLACES[2], answer(now=6.3, votes=(Vote("a", RECORD, ("a",)),)), RECORD)
 
 
 def rows(ids: str) -> dict[str, NodeRow]:
@@ -373,7 +387,7 @@ def rows(ids: str) -> dict[str, NodeRow]:
 def undecided(me: str, at: str) -> Failover:
     """A node that waits in the standby store of another, or in its own."""
     moves = Failover(me, PROOF)
-    moves.should_follow(PLACES[3], answer(), RECORD)  # it has heard that the host has died
+    follows(moves, PLACES[3], answer(), RECORD)  # it has heard that the host has died
     moves.move(next(p for p in PLACES if p.id == at), RECORD, {}, False, 0.0)
     return moves
 
@@ -396,7 +410,7 @@ def test_what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspen
         if suspended == "while it looks":
             owner.stood_still(9.0, 8.0)
         if answers:
-            owner.looked_at_start(Synced(1.0, 1.0, None, {}), RECORD)
+            owner.looked(None, Synced(1.0, 1.0, None, {}), RECORD, {})
         else:
             owner.unanswered(None, 1.0)
         if suspended == "when it has looked":
@@ -413,18 +427,18 @@ def test_a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence(error: 
     machine.store.record, machine.store._failover = RECORD, undecided("b", "b")
     machine.store._link.schedule.asked = Sync(rows=(), look=True)  # where the job was started
     machine.step(exchanges.failure(error, 0.1))
-    assert machine.store._failover._start_is_clear is clear
+    assert machine.store._failover.evidence.start_is_clear is clear
 
 
 def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
-    assert undecided("b", "b").should_follow(PLACES[1], answer("a"), RECORD)
-    assert not undecided("b", "b").should_follow(PLACES[3], answer("c"), RECORD)
+    assert follows(undecided("b", "b"), PLACES[1], answer("a"), RECORD)
+    assert not follows(undecided("b", "b"), PLACES[3], answer("c"), RECORD)
 
 
 def test_who_waits_in_an_undecided_store_leaves_it_when_its_owner_has() -> None:
-    assert not undecided("c", "b").should_follow(PLACES[1], answer("a"), RECORD)
-    assert undecided("c", "b").should_follow(PLACES[1], answer("a", "b"), RECORD)
-    assert undecided("c", "b").should_follow(PLACES[1], answer("a", votes=(DEAD, Vote("b", RECORD, ("b",)))), RECORD)
+    assert not follows(undecided("c", "b"), PLACES[1], answer("a"), RECORD)
+    assert follows(undecided("c", "b"), PLACES[1], answer("a", "b"), RECORD)
+    assert follows(undecided("c", "b"), PLACES[1], answer("a", votes=(DEAD, Vote("b", RECORD, ("b",)))), RECORD)
 
 
 def test_an_owner_in_the_smaller_part_does_not_overrule_another_word() -> None:
@@ -432,7 +446,7 @@ def test_an_owner_in_the_smaller_part_does_not_overrule_another_word() -> None:
     owner = undecided("a", "a")
     record = replace(RECORD, host="a", term=1)
     assert owner.forward(record) is None, "it has not taken over yet"
-    owner.undecided_since = None
+    owner.evidence = replace(owner.evidence, undecided_since=None)
     sent = []
     for minority in (False, True, False):
         owner.note_minority(minority, 1.0)
@@ -518,15 +532,15 @@ def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
 def test_who_has_left_a_store_does_not_wait_for_it() -> None:
     """Nobody looks there any more, so it would never be found silent."""
     renewed = replace(RECORD, members=(*MEMBERS[:1], replace(MEMBERS[1], standby=2001), *MEMBERS[2:]))
-    for record, follows in ((RECORD, True), (renewed, False)):  # the next store of that node is another one
-        moves = Failover("d", PROOF, _left=frozenset({PLACES[1].name}))
-        assert moves.should_follow(PLACES[4], answer("d", votes=(Vote("h", record, ("h", "b", "c")),)), record) is follows
+    for record, expected in ((RECORD, True), (renewed, False)):  # the next store of that node is another one
+        moves = Failover("d", PROOF, Evidence(left=frozenset({PLACES[1].name})))
+        assert follows(moves, PLACES[4], answer("d", votes=(Vote("h", record, ("h", "b", "c")),)), record) is expected
 
 
 def test_who_says_that_a_host_has_died_knows_the_record_that_it_knew() -> None:
     newer = replace(RECORD, version=9, round=4)
     moves = Failover("b", PROOF)
-    moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
+    follows(moves, PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
     moves.move(PLACES[1], RECORD, {}, False, 0.0)
     assert moves.votes == (Vote("h", newer, ("h",)), Vote("b", newer, ("h",)))
 
@@ -546,7 +560,7 @@ def test_the_guard_of_a_host_tells_what_it_knew() -> None:
 def test_a_vote_names_only_nodes_that_its_record_names() -> None:
     """A guard keeps its vote in a pipe, which would be full after some hundred nodes that have come and gone."""
     earlier = replace(RECORD, quorums=(Quorum(("h", "x"), "h"), *RECORD.quorums))
-    moves = Failover("b", PROOF, gone=frozenset({"a", "x", *(f"gone-{i}" for i in range(1000))}))
+    moves = Failover("b", PROOF, Evidence(gone=frozenset({"a", "x", *(f"gone-{i}" for i in range(1000))})))
     assert moves.notice(RECORD) == Vote("b", RECORD, ("a", "b")) and moves.notice(earlier) == Vote("b", earlier, ("a", "b", "x"))
     moves.move(PLACES[1], earlier, {}, False, 0.0)
     assert moves.votes == (Vote("b", earlier, ("a", "x")),)
@@ -555,7 +569,7 @@ def test_a_vote_names_only_nodes_that_its_record_names() -> None:
 def test_votes_about_another_run_are_not_heard() -> None:
     moves = Failover("b", PROOF)
     other = Vote("h", replace(RECORD, store_id="another"), ("h", "b"))
-    assert not moves.should_follow(PLACES[1], answer("a", votes=(other,)), RECORD) and not moves.gone
+    assert not follows(moves, PLACES[1], answer("a", votes=(other,)), RECORD) and not moves.evidence.gone
 
 
 def test_only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun() -> None:
@@ -579,7 +593,7 @@ NEWER = replace(RECORD, version=9, round=4, members=NEXT, quorums=(*RECORD.quoru
 def heard(*votes: Vote) -> Failover:
     """The owner of its undecided store, which has read these votes there."""
     owner = Failover("a", PROOF)
-    owner.should_follow(PLACES[3], answer(votes=votes), RECORD)
+    follows(owner, PLACES[3], answer(votes=votes), RECORD)
     owner.move(PLACES[1], RECORD, {}, False, 0.0)
     owner.unanswered(None, 1.0)
     return owner
@@ -651,13 +665,13 @@ def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_
         return Synced(1.0, 1.0, asked.change.record if asked.change else first, {})
 
     found = look()
-    assert found and not owner.looked_at_start(found, RECORD)
+    assert found and not found_where_started(owner, found)
     assert owner.take_over(rows("abc"), 1.0) is None  # a round may form there any moment
     found = look()
     assert found and found.round and found.round.moved == PLACES[1]
-    assert not owner.looked_at_start(found, RECORD) and owner.take_over(rows("abc"), 1.0) is not None
+    assert not found_where_started(owner, found) and owner.take_over(rows("abc"), 1.0) is not None
     begun = replace(first, round=1, version=3)
-    assert "another run of this job" in owner.looked_at_start(Synced(1.0, 1.0, begun, {}), RECORD)
+    assert "another run of this job" in found_where_started(owner, Synced(1.0, 1.0, begun, {}))
     assert owner.take_over(rows("abc"), 1.0) is None
 
 
@@ -918,4 +932,4 @@ def test_an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is() ->
     for machine in (newcomer, member):
         machine.step(Synced(1.1, 1.0, replace(told, settings=PROOF.settings), {}))
         assert machine.store.place == PLACES[1]
-    assert newcomer.record is None and member.record and member.record.broken and not member.store._failover.undecided
+    assert newcomer.record is None and member.record and member.record.broken and not member.store.undecided
