@@ -139,9 +139,9 @@ def searches(case: Case) -> bool:
 
 def doubts(case: Case) -> bool:
     """Return whether this node would give up the store without proof that its host has died, if enough others would as well."""
-    silent_since, rules = case.view.silent_since, case.view.rules
-    since = case.evidence.minority_since if silent_since is None else silent_since
-    patience = 0.0 if case.evidence.is_replaced else rules.doubt if silent_since is not None else rules.expire
+    rules, silent = case.view.rules, case.view.silent_since is not None
+    since = case.view.silent_since if silent else case.evidence.minority_since
+    patience = 0.0 if case.evidence.is_replaced else rules.doubt if silent else rules.expire
     return rules.majority and since is not None and case.now - since >= patience
 
 
@@ -273,13 +273,13 @@ def host_is_back(case: Case, answer: Synced) -> bool:
     back when a round has formed there.
     """
     record, evidence, place, found = case.record, case.evidence, case.view.place, answer.round
-    at, known, before = evidence.at, evidence.known, evidence.host_seq
+    at, known, seq = evidence.at, evidence.known, evidence.host_seq
     if not evidence.undecided or at is None or place != evidence.before or found is None or known is None or known.host in evidence.gone:
         return False
     if place is not None and place.id == case.view.me:  # it has ended that one
         return False
     host = answer.rows.get(known.host)
-    lives = host is not None and before is not None and host.seq > before
+    lives = host is not None and seq is not None and host.seq > seq
     same = found.store_id == record.store_id and found.term == known.term and found.moved is None
     newer = found.version >= record.version and (evidence.unreached or found.round > record.round)
     return lives and same and newer and (needed(case) is None if at.id == case.view.me else has_ended(at, answer))

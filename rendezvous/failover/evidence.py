@@ -67,10 +67,9 @@ class Evidence:
 
         Whoever has read a round that the host has not, or has not read its last one, so finds those that have.
         """
-        word = self.word.record if self.word is not None else None
-        if record is None or word is None or word.host != record.host:
+        if record is None or self.word is None or self.word.record.host != record.host:
             return standbys(record)
-        return tuple(dict.fromkeys((*standbys(word), *standbys(record))))
+        return tuple(dict.fromkeys((*standbys(self.word.record), *standbys(record))))
 
     def verdict(self, record: RoundRecord) -> RoundRecord | None:
         """Return the record of the job of ``record`` with its verdict, which the host's guard has brought; None: there is none."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.mutants import Mutant, copy, each, failing, mutants_in, unnoticed
+from tests.support.changes import always, gets, instead_of, never, returns
+from tests.support.mutants import Mutant, copy, each, failing, mutants_in, named_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
 
@@ -16,6 +17,7 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
     return Mutant(rule, module, old, new, f"tests/{folder or 'rendezvous'}/test_{name}.py::test_{test}", where)
 
 
+by_name = named_in("elastirun/rendezvous", "tests/rendezvous")
 live_worker = mutants_in("elastirun", "tests/rendezvous")
 simulated = mutants_in("tests/sim", "tests/rendezvous")  # of what the simulator plays: the invariants notice it
 FORWARDS_WHILE_RUNNING = "return self._failover.forward(self.record) if 'RUNNING' in str(self._link.own.stored) else None"
@@ -274,10 +276,11 @@ MUTANTS = (
         *("store_tracker", "return self._failover.forward(self.record)", FORWARDS_WHILE_RUNNING),
         *("succession", "the_last_node_of_a_job_that_has_moved_says_where_it_is_as_long_as_its_workers_may_train[29.0]"),
     ),
-    mutant(
+    by_name(
         "an owner that leaves and is not alone does",
-        *("failover/succession", "(stays or not alone)", "stays"),
-        *("succession", "an_owner_that_leaves_keeps_a_second_run_from_beginning_beside_the_others[majority-10.0]"),
+        "failover.decide:claims",
+        always("alone"),
+        seen_by="succession::an_owner_that_leaves_keeps_a_second_run_from_beginning_beside_the_others[majority-10.0]",
     ),
     mutant(
         "who leaves has its end named in the record",
@@ -497,7 +500,7 @@ MUTANTS = (
     ),
     mutant(
         "a store that nobody has taken over says nothing about a round",
-        *("store_tracker", "return self._failover.undecided or (", "return ("),
+        *("store_tracker", "return self.undecided or (", "return ("),
         *("majority", "a_store_that_nobody_has_taken_over_says_nothing_about_a_round"),
     ),
     mutant(
@@ -505,15 +508,17 @@ MUTANTS = (
         *("death_notice", "ended=(*record.broken.ended, row.id)", "ended=()"),
         *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]"),
     ),
-    mutant(
+    by_name(
         "a vote brings the word of the guards that its record has",
-        *("failover/succession", "(*vote.gone, *(vote.record.broken.ended if vote.record.broken else ()))", "vote.gone"),
-        *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]"),
+        "failover.evidence:Evidence.heard",
+        never("vote.record.broken"),
+        seen_by="succession::a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]",
     ),
-    mutant(
+    by_name(
         "who has taken over goes on reading the words of guards",
-        *("failover/succession", "return replace(sync, voters=tuple(away))", "return sync"),
-        *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
+        "failover.failover:Failover.complete",
+        gets("few", "False"),
+        seen_by="majority::who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on",
     ),
     mutant(
         "votes are read while a round is over",
@@ -860,84 +865,95 @@ MUTANTS = (
         *("peers/quorum", "return all(i in here or i in ended or", "return not ids or all(i in here or"),
         *("succession", "enough_is_more_than_half_of_the_others_or_all_that_have_not_died"),
     ),
-    mutant(
+    by_name(
         "nobody gives up the store before the end of its host is proven",
-        *("failover/succession", "        if not (proven or self.doubts or self.undecided):\n            return False\n", ""),
-        *("succession", "nobody_follows_before_the_end_of_the_host_is_proven"),
+        "failover.decide:trusts_host",
+        returns("False"),
+        seen_by="succession::nobody_follows_before_the_end_of_the_host_is_proven",
     ),
-    mutant(
+    by_name(
         "nobody goes to a standby store whose owner is not there",
-        *("failover/succession", "if not quorum.is_there(answer.rows.get(place.id)):", "if False:"),
-        *("succession", "nobody_follows_into_a_store_whose_owner_is_not_there"),
+        "failover.decide:decide",
+        always("quorum.is_there"),
+        seen_by="succession::nobody_follows_into_a_store_whose_owner_is_not_there",
     ),
-    mutant(
+    by_name(
         "the next in line waits until it has asked in vain for long enough",
-        *("failover/succession", ">= self.rules.expire\n", ">= 0.0\n"),
-        *("succession", "the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain"),
+        "failover.decide:is_away",
+        instead_of("rules.expire", "0.0"),
+        seen_by="succession::the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain",
     ),
-    mutant(
+    by_name(
         "an owner gives up its undecided store only for one before it in line",
-        *("failover/succession", "return self.at not in before", "return True"),
-        *("succession", "an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line"),
+        "failover.decide:precedes_own",
+        always("before"),
+        seen_by="succession::an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line",
     ),
     mutant(
         "who waits in an undecided store stays until its owner has left",
-        *("failover/succession", "return quorum.is_there(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "return True"),
+        *("failover/decide", "quorum.is_there(answer.rows.get(at.id)) and has_ended(at, answer)", "True"),
         *("succession", "who_waits_in_an_undecided_store_leaves_it_when_its_owner_has"),
     ),
-    mutant(
+    by_name(
         "a node waits for no store before its own that it has left",
-        *("failover/succession", "for one in self._line(record) if one.name not in self._left]", "for one in self._line(record)]"),
-        *("succession", "who_has_left_a_store_does_not_wait_for_it"),
+        "failover.decide:before",
+        always("evidence.left"),
+        seen_by="succession::who_has_left_a_store_does_not_wait_for_it",
     ),
-    mutant(
+    by_name(
         "a round that ran for long before its host was lost is no early loss",
-        *("failover/succession", "ran = self._ran[1] if self._ran[0] == known.fence else 0.0", "ran = 0.0"),
-        *("majority", "each_node_can_host_the_store_again_and_again"),
+        "failover.decide:change",
+        gets("ran", "0.0"),
+        seen_by="majority::each_node_can_host_the_store_again_and_again",
     ),
-    mutant(
+    by_name(
         "nobody goes back to a store that it has left",
-        *("failover/succession", " and place.name not in self._left and", " and"),
-        *("succession", "nobody_goes_back_to_a_store_that_it_has_left"),
+        "failover.decide:places",
+        always("evidence.left"),
+        seen_by="succession::nobody_goes_back_to_a_store_that_it_has_left",
     ),
     mutant(
         "who says that a host has died knows the record that it knew",
-        *("failover/succession", "            self._known = newest(vote.record, self._known)\n", "            pass\n"),
+        *("failover/evidence", "            known = newest(vote.record, known)\n", "            pass\n"),
         *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
     ),
     mutant(
         "all owners count in the round that the guard of the host has named",
-        *("failover/succession", "else word.quorums[-1:]", "else known.quorums[-1:]"),
+        *("failover/decide", "else word.quorums[-1:]", "else known.quorums[-1:]"),
         *("succession", "owners_count_in_the_round_that_the_guard_of_the_host_has_named"),
     ),
     mutant(
         "who has not heard the guard of the last host does not take over",
-        *("failover/succession", "if word is not None and word.host == known.host:", "if word is not None:"),
+        *("failover/decide", "if word is not None and proven:", "if word is not None:"),
         *("succession", "who_has_not_heard_the_guard_of_the_last_host_does_not_take_over"),
     ),
-    mutant(
+    by_name(
         "the votes of all that are counted are read",
-        *("failover/succession", "*([self._word.record] if self._word else [])]", "]"),
-        *("succession", "an_owner_reads_the_votes_of_all_that_it_may_count"),
+        "failover.failover:Failover.complete",
+        never("evidence.word"),
+        seen_by="succession::an_owner_reads_the_votes_of_all_that_it_may_count",
     ),
-    mutant(
+    by_name(
         "a node counts for the store that it had given up when it came",
-        *("failover/succession", "i == self.me or self._terms.get(i) == known.term", "True"),
-        *("succession", "a_node_counts_only_for_the_store_that_it_had_given_up_when_it_came"),
+        "failover.decide:counted",
+        always("terms"),
+        seen_by="succession::a_node_counts_only_for_the_store_that_it_had_given_up_when_it_came",
     ),
-    mutant(
+    by_name(
         "the dead are not there",
-        *("failover/succession", " and row.id not in self.gone}", "}"),
-        *("succession", "the_dead_are_not_there"),
+        "failover.decide:counted",
+        always("gone"),
+        seen_by="succession::the_dead_are_not_there",
     ),
-    mutant(
+    by_name(
         "who hears of a later store votes again",
-        *("failover/succession", "            self.votes = self._words(self._known)", "            pass"),
-        *("succession", "who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]"),
+        "failover.failover:Failover.answered",
+        instead_of("self._words", "self.votes"),
+        seen_by="succession::who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]",
     ),
     mutant(
         "who waits reads the vote of the owner",
-        *("failover/succession", "rows=(self.at.id,), voters=(self.at.id,)", "rows=(self.at.id,)"),
+        *("failover/failover", "rows=(at.id,), voters=(at.id,)", "rows=(at.id,)"),
         *("succession", "who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]"),
     ),
     mutant(
@@ -955,49 +971,51 @@ MUTANTS = (
         *("death_notice", "            return False  # this store", "            return True  # this store"),
         *("death_notice", "in_the_store_of_another_run_nothing_is_written"),
     ),
-    mutant(
+    by_name(
         "only the owner of a standby store takes over",
-        *("failover/succession", "self.at is None or self.at.id != self.me or known is None:", "self.at is None or known is None:"),
-        *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
+        "failover.decide:needed",
+        never("case.view.me"),
+        seen_by="succession::only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun",
     ),
-    mutant(
+    by_name(
         "the owner itself must be there",
-        *("failover/succession", "if self.me not in here:", "if False:"),
-        *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
+        "failover.decide:needed",
+        never("at.id", "here"),
+        seen_by="succession::only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun",
     ),
-    mutant(
+    by_name(
         "before it takes over an owner asks where the job was started",
-        *("failover/succession", "needed is None or not self._start_is_clear or", "needed is None or"),
-        *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
+        "failover.decide:change",
+        always("start_is_clear"),
+        seen_by="succession::only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun",
     ),
     mutant(
         "an empty store where the job was started is claimed before the take-over",
-        *("failover/succession", "found is None or found.moved == self.at or", "found is None or found.round == 0 or"),
+        *("failover/evidence", "found is None or found.moved == self.at or", "found is None or found.round == 0 or"),
         *("succession", "before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round"),
     ),
-    mutant(
+    by_name(
         "a look where the job was started holds for one exchange",
-        *("failover/succession", "self._start_is_clear = self._is_replaced = False\n        self.votes", "pass\n        self.votes"),
-        *("succession", "a_look_at_the_start_holds_for_one_exchange"),
+        "failover.evidence:Evidence.answered",
+        gets("start_is_clear", "self.start_is_clear"),
+        seen_by="succession::a_look_at_the_start_holds_for_one_exchange",
     ),
-    mutant(
+    by_name(
         "a store of another job is not followed",
-        *("failover/succession", "return found.store_id == record.store_id and found.term", "return found.term"),
-        *("succession", "a_store_that_was_taken_over_is_followed_at_once"),
+        "failover.decide:is_later",
+        always("found.store_id"),
+        seen_by="succession::a_store_that_was_taken_over_is_followed_at_once",
     ),
     mutant(
         "a round whose host has died is over",
         *("failover/succession", "(*before.lost, *names))), over=True)", "(*before.lost, *names))))"),
         *("succession", "a_record_that_is_taken_over_says_that_its_round_is_over"),
     ),
-    mutant(
+    by_name(
         "who waits in an undecided store gives up in the end",
-        *(
-            "failover/succession",
-            "        if self.undecided_since is not None:\n            return",
-            "        if False:\n            return",
-        ),
-        *("succession", "who_waits_in_a_store_that_too_few_reach_gives_up"),
+        "failover.failover:Failover.waits",
+        never("undecided_since"),
+        seen_by="succession::who_waits_in_a_store_that_too_few_reach_gives_up",
     ),
     mutant(
         "a newcomer begins no job in a standby store",
@@ -1006,7 +1024,7 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer is not sent in vain for ever",
-        *("store_tracker", "if self._failover.at is not None and self.record is None and event.now", "if False and event.now"),
+        *("store_tracker", "if self.place is not None and self.record is None and event.now", "if False and event.now"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
     ),
     mutant(
@@ -1014,14 +1032,15 @@ MUTANTS = (
         *("store_tracker", "(why := self._failover.found_at_start(found, self.record, waits, self.now))", "(why := '')"),
         *("succession", "a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started"),
     ),
-    mutant(
+    by_name(
         "an owner that waits yields to another run that has moved",
-        *("failover/succession", "if now - since >= self.rules.store_grace", "if now - since >= 1e9"),
-        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+        "failover.failover:Failover.found_at_start",
+        never("store_grace"),
+        seen_by="succession::an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up",
     ),
     mutant(
         "another owner of the same run is none",
-        *("failover/succession", 'other.run not in ("", record.store_id)', "other.run"),
+        *("failover/failover", 'other.run not in ("", record.store_id)', "other.run"),
         *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
     ),
     mutant(
@@ -1031,106 +1050,115 @@ MUTANTS = (
     ),
     mutant(
         "two runs do not both yield",
-        *("failover/succession", "(1 if record.store_id < other.run else 2)", "1"),
+        *("failover/failover", "(1 if record.store_id < other.run else 2)", "1"),
         *("succession", "of_two_runs_that_wait_one_waits_for_twice_as_long"),
     ),
     mutant(
         "the words of two runs do not count together",
-        *("failover/succession", "run == other.run and now - last <= OVERRULED_AGAIN", "now - last <= OVERRULED_AGAIN"),
+        *("failover/failover", "run == other.run and now - last <= OVERRULED_AGAIN", "now - last <= OVERRULED_AGAIN"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
         "one word of another run is not enough",
-        *("failover/succession", "run == other.run and now - last <= OVERRULED_AGAIN", "run == other.run"),
+        *("failover/failover", "run == other.run and now - last <= OVERRULED_AGAIN", "run == other.run"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
-    mutant(
+    by_name(
         "what was found before this agent stood still does not count",
-        *(
-            "failover/succession",
-            "self._overruled = {}, None\n        self._was",
-            "self._overruled = {}, self._overruled\n        self._was",
-        ),
-        *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
+        "failover.failover:Failover.stood_still",
+        gets("self._overruled", "self._overruled"),
+        seen_by="succession::words_of_another_run_count_while_they_come_again_and_again",
     ),
-    mutant(
+    by_name(
         "a node goes back to the store that it gave up, where that has gone on",
-        *("failover/succession", "if self.at is None or not self.undecided or place != self._before or", "if True or"),
-        *("split", "a_node_goes_back_from_its_own_store_to_the_one_that_has_gone_on"),
+        "failover.decide:host_is_back",
+        returns("False"),
+        seen_by="split::a_node_goes_back_from_its_own_store_to_the_one_that_has_gone_on",
     ),
-    mutant(
+    by_name(
         "it goes back to the last store that was decided and to no other",
-        *("failover/succession", " or place != self._before or found is None", " or found is None"),
-        *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
+        "failover.decide:host_is_back",
+        never("evidence.before"),
+        seen_by="split::it_goes_back_to_no_store_but_the_last_one_that_was_decided",
     ),
     mutant(
         "it looks at that store",
-        *("failover/succession", "dict.fromkeys([None, self._before] if", "dict.fromkeys([None] if"),
+        *("failover/decide", "[None, evidence.before] if", "[None] if"),
         *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
     ),
-    mutant(
+    by_name(
         "it goes back to no host whose end is proven",
-        *("failover/succession", "or known is None or known.host in self.gone:", "or known is None:"),
-        *("split", "it_does_not_go_back_to_a_host_whose_end_is_proven"),
+        "failover.decide:host_is_back",
+        never("evidence.gone"),
+        seen_by="split::it_does_not_go_back_to_a_host_whose_end_is_proven",
     ),
-    mutant(
+    by_name(
         "it goes back to its own run",
-        *("failover/succession", "same = found.store_id == record.store_id and found.term", "same = found.term"),
-        *("split", "it_does_not_go_back_to_anything_else[another run]"),
+        "failover.decide:host_is_back",
+        always("found.store_id"),
+        seen_by="split::it_does_not_go_back_to_anything_else[another run]",
     ),
-    mutant(
+    by_name(
         "it goes back to no store that another one has taken over from",
-        *("failover/succession", "found.term == known.term and found.moved is None", "found.moved is None"),
-        *("split", "it_does_not_go_back_to_anything_else[taken over since]"),
+        "failover.decide:host_is_back",
+        always("found.term"),
+        seen_by="split::it_does_not_go_back_to_anything_else[taken over since]",
     ),
-    mutant(
+    by_name(
         "it goes back to no older record",
-        *("failover/succession", " and found.version >= record.version and", " and"),
-        *("split", "it_does_not_go_back_to_anything_else[an older one]"),
+        "failover.decide:host_is_back",
+        always("found.version"),
+        seen_by="split::it_does_not_go_back_to_anything_else[an older one]",
     ),
-    mutant(
+    by_name(
         "it goes back only where the host writes",
-        *("failover/succession", "if not (lives and same and", "if not (same and"),
-        *("split", "it_goes_back_where_the_host_has_written_its_row_since_although_nothing_else_had_to_be_written"),
+        "failover.decide:host_is_back",
+        always("lives"),
+        seen_by="split::it_goes_back_where_the_host_has_written_its_row_since_although_nothing_else_had_to_be_written",
     ),
     mutant(
         "the row of a host that it had not read there is read twice",
-        *("failover/succession", "and before is not None and host.seq > before", "and host.seq > (before or 0)"),
+        *("failover/decide", "and seq is not None and host.seq > seq", "and host.seq > (seq or 0)"),
         *("split", "the_row_of_a_host_that_it_had_not_read_there_is_read_twice"),
     ),
-    mutant(
+    by_name(
         "it does not go back to a store of its own",
-        *("failover/succession", "if place is not None and place.id == self.me:  # it has ended", "if False:  # it has ended"),
-        *("split", "it_does_not_go_back_to_a_store_of_its_own"),
+        "failover.decide:host_is_back",
+        never("place.id"),
+        seen_by="split::it_does_not_go_back_to_a_store_of_its_own",
     ),
-    mutant(
+    by_name(
         "an old row of the owner lures nobody away",
-        *("failover/succession", "(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "(answer.rows.get(self.at.id))"),
-        *("split", "whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before"),
+        "failover.decide:owner_has_come",
+        always("has_ended"),
+        seen_by="split::whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before",
     ),
     mutant(
         "who has ended its own store serves another one soon",
         *("store_tracker", "        return [Reconnect()]  # another", "        return []  # another"),
         *("split", "a_node_that_goes_back_serves_another_standby_store"),
     ),
-    mutant(
+    by_name(
         "from the side of the few it goes back only to a new round",
-        *("failover/succession", " and (self._unreached or found.round > record.round)):", "):"),
-        *("split", "it_goes_back_from_the_side_of_the_few_only_when_a_round_has_formed_without_it"),
+        "failover.decide:host_is_back",
+        always("evidence.unreached"),
+        seen_by="split::it_goes_back_from_the_side_of_the_few_only_when_a_round_has_formed_without_it",
     ),
-    mutant(
+    by_name(
         "it stays in its own store when enough have come",
-        *("failover/succession", "return self._needed(rows) is None\n        return self._is", "return True\n        return self._is"),
-        *("split", "it_does_not_go_back_when_enough_have_come_to_its_own_store"),
+        "failover.decide:host_is_back",
+        instead_of("needed", "None"),
+        seen_by="split::it_does_not_go_back_when_enough_have_come_to_its_own_store",
     ),
-    mutant(
+    by_name(
         "it leaves the store of another node only when that one has ended it",
-        *("failover/succession", "return owner is not None and owner.standby != place.port", "return owner is not None"),
-        *("split", "whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store"),
+        "failover.decide:has_ended",
+        always("owner.standby"),
+        seen_by="split::whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store",
     ),
     mutant(
         "a look back reads the row of the owner of the store in use",
-        *("failover/succession", "tuple(dict.fromkeys((host, *here))), look", "(host,), look"),
+        *("failover/failover", ".host, *here))), look", ".host,))), look"),
         *("split", "a_look_back_reads_the_row_of_the_owner_of_the_store_in_use"),
     ),
     mutant(
@@ -1138,19 +1166,21 @@ MUTANTS = (
         *("store_tracker", "effects = self._end_own_store()\n        self._begin", "effects = []\n        self._begin"),
         *("split", "a_node_that_goes_back_serves_another_standby_store"),
     ),
-    mutant(
+    by_name(
         "votes are not written where a node goes back to",
-        *("failover/succession", "        self.votes = ()\n        self._use", "        self._use"),
-        *("split", "votes_are_not_written_where_a_node_goes_back_to"),
+        "failover.failover:Failover.go_back",
+        gets("self.votes", "self.votes"),
+        seen_by="split::votes_are_not_written_where_a_node_goes_back_to",
     ),
-    mutant(
+    by_name(
         "nor what was found before the store moved",
-        *("failover/succession", "self._overruled = {}, None\n\n", "self._overruled = {}, self._overruled\n\n"),
-        *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
+        "failover.failover:Failover.move",
+        gets("self._overruled", "self._overruled"),
+        seen_by="succession::words_of_another_run_count_while_they_come_again_and_again",
     ),
     mutant(
         "what was found before a round ran does not count",
-        *("failover/succession", "if not waits:\n            self._overruled = None", "if not waits:\n            pass"),
+        *("failover/failover", "if not waits:\n            self._overruled = None", "if not waits:\n            pass"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
@@ -1187,16 +1217,17 @@ MUTANTS = (
         ),
         *("succession", "a_newcomer_goes_where_another_endpoint_sends_it"),
     ),
-    mutant(
+    by_name(
         "an owner in the smaller part overrules no other word",
-        *("failover/succession", "record if self.waits is None else None", "record"),
-        *("succession", "an_owner_in_the_smaller_part_does_not_overrule_another_word"),
+        "failover.failover:Failover.forward",
+        always("self.waits"),
+        seen_by="succession::an_owner_in_the_smaller_part_does_not_overrule_another_word",
     ),
     mutant(
         "an owner in the smaller part says where it is",
         *(
-            "failover/succession",
-            "or self.undecided or record is None or record.closed:",
+            "failover/failover",
+            "or self.evidence.undecided or record is None or record.closed:",
             "or self.waits or record is None or record.closed:",
         ),
         *("succession", "an_owner_in_the_smaller_part_does_not_overrule_another_word"),
@@ -1223,13 +1254,14 @@ MUTANTS = (
     ),
     mutant(
         "the time since a newcomer was told does not begin anew when it is told again",
-        *("failover/succession", "self._redirected.see(found.moved, now)", "self._redirected.see(now, now)"),
+        *("failover/failover", "self._redirected.see(found.moved, now)", "self._redirected.see(now, now)"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
     ),
-    mutant(
+    by_name(
         "the last word of a node that leaves is no doubt",
-        *("failover/succession", "v.id not in v.gone and v.record.term", "v.record.term"),
-        *("majority", "the_last_word_of_a_node_that_leaves_is_no_doubt"),
+        "failover.decide:others_doubt",
+        always("v.gone"),
+        seen_by="majority::the_last_word_of_a_node_that_leaves_is_no_doubt",
     ),
     mutant(
         "a member is sent nowhere",
@@ -1292,50 +1324,58 @@ MUTANTS = (
         *("formation", "is_met(q, ids, view.ended)] if rules.majority else []", "is_met(q, ids, view.ended)] if False else []"),
         *("majority", "a_round_forms_in_the_store_only_with_enough_members_of_the_one_before"),
     ),
-    mutant(
+    by_name(
         "nobody gives up the store alone",
-        *("failover/succession", "or self._others_doubt(answer.votes, record)", "or True"),
-        *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
+        "failover.decide:opens",
+        always("others_doubt"),
+        seen_by="majority::the_first_in_line_gives_up_the_store_when_enough_others_doubt_too",
     ),
-    mutant(
+    by_name(
         "a doubt about an earlier round does not count",
-        *("failover/succession", " and v.record.round >= record.round - 1]", "]"),
-        *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
+        "failover.decide:others_doubt",
+        always("v.record.round"),
+        seen_by="majority::the_first_in_line_gives_up_the_store_when_enough_others_doubt_too",
     ),
-    mutant(
+    by_name(
         "nobody doubts early",
-        *("failover/succession", " and now - since >= patience\n", "\n"),
-        *("majority", "nobody_doubts_early_nor_without_majority"),
+        "failover.decide:doubts",
+        always("patience"),
+        seen_by="majority::nobody_doubts_early_nor_without_majority",
     ),
-    mutant(
+    by_name(
         "an owner without a word waits a moment for more",
-        *("failover/succession", "not self._start_is_clear or self._waits_for_more(rows, now):", "not self._start_is_clear:"),
-        *("majority", "an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come"),
+        "failover.decide:change",
+        never("waits_for_more"),
+        seen_by="majority::an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come",
     ),
-    mutant(
+    by_name(
         "who is not there when the store moves away from a silent host is not waited for",
-        *("failover/succession", "lost = ended if known.host in self.gone else absent", "lost = ended"),
-        *("majority", "an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come"),
+        "failover.decide:change",
+        always("known.host"),
+        seen_by="majority::an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come",
     ),
     mutant(
         "a suspended node has not waited meanwhile",
         *("store_tracker", "        self._failover.stood_still(self.now, seconds)\n", ""),
         *("majority", "nodes_that_were_suspended_together_go_on"),
     ),
-    mutant(
+    by_name(
         "what an owner has found at the start may not be so any more when it was suspended",
-        *("failover/succession", "self._was_suspended, self._start_is_clear = True, False", "self._was_suspended = True"),
-        *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
+        "failover.evidence:Evidence.suspended",
+        gets("start_is_clear", "self.start_is_clear"),
+        seen_by="succession::what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended",
     ),
-    mutant(
+    by_name(
         "nor what it finds by a look that was under way",
-        *("failover/succession", "self._was_suspended, self._start_is_clear = True, False", "self._start_is_clear = False"),
-        *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
+        "failover.evidence:Evidence.suspended",
+        gets("was_suspended", "self.was_suspended"),
+        seen_by="succession::what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended",
     ),
-    mutant(
+    by_name(
         "nor from the answer to such a look",
-        *("failover/succession", "self._start_is_clear = clear and not self._was_suspended", "self._start_is_clear = clear"),
-        *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
+        "failover.evidence:Evidence.looked",
+        never("was_suspended"),
+        seen_by="succession::what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended",
     ),
     mutant(
         "a record that is replaced while an owner reads it is no silence",
@@ -1352,10 +1392,11 @@ MUTANTS = (
         *("failover/succession", "term=record.term + turn", "term=record.term + 1"),
         *("majority", "two_owners_never_take_over_with_the_same_term"),
     ),
-    mutant(
+    by_name(
         "a verdict that the guard of the host has brought ends the job",
-        *("store_tracker", "if (closed := self._failover.closed(record)) is not None:", "if (closed := None) is not None:"),
-        *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
+        "store_tracker:StoreTracker._looked",
+        gets("self.record", "record"),
+        seen_by="majority::a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job",
     ),
     mutant(
         "who has doubted long enough waits for no answer of the silent host",
@@ -1371,14 +1412,15 @@ MUTANTS = (
         *("machine", "takes_over = self.store.undecided and self._wanted is not None", "takes_over = False"),
         *("majority", "a_take_over_goes_before_another_look"),
     ),
-    mutant(
+    by_name(
         "the host's word is brought along",
-        *("failover/succession", "(own,) if self._word is None else (self._word, own)", "(own,)"),
-        *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
+        "failover.failover:Failover._words",
+        always("word"),
+        seen_by="succession::who_says_that_a_host_has_died_knows_the_record_that_it_knew",
     ),
     mutant(
         "the line begins with that of the round which the guard of the host has named",
-        *("failover/succession", "dict.fromkeys((*standbys(word), *standbys(record)))", "dict.fromkeys(standbys(record))"),
+        *("failover/evidence", "(*standbys(self.word.record), *standbys(record))", "standbys(record)"),
         *("majority", "who_knows_another_round_looks_first_where_the_guard_of_the_host_says"),
     ),
     mutant(
@@ -1425,10 +1467,11 @@ MUTANTS = (
         *("formation", "minority=gone and rules.majority and record.round > 0)", "minority=False)"),
         *("majority", "who_waits_for_a_silent_host_looks_for_it_elsewhere"),
     ),
-    mutant(
+    by_name(
         "a majority that has succeeded forms no round beside the host",
-        *("failover/succession", "(proven or rows[i].succeeded != known.round)", "True"),
-        *("majority", "who_comes_late_to_a_decision_after_success_does_not_undo_it"),
+        "failover.decide:needed",
+        always("succeeded"),
+        seen_by="majority::who_comes_late_to_a_decision_after_success_does_not_undo_it",
     ),
     mutant(
         "looks that hang leave time for the store in use",
@@ -1456,14 +1499,15 @@ MUTANTS = (
         *("succession", "a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late"),
     ),
     # ... and others with it.
-    mutant(
+    by_name(
         "the guard of any member speaks where the store is gone",
-        *("failover/succession", "not (serves or known.index(self.me) is not None)", "not serves"),
-        *("succession", "the_host_dies_and_others_with_it[1-4]"),
+        "failover.failover:Failover.notice",
+        never("known.index"),
+        seen_by="succession::the_host_dies_and_others_with_it[1-4]",
     ),
     mutant(
         "who looks for a store hears of the end of those in line",
-        *("failover/succession", "(record.host, *here, *(p.id for p in self._line(record)))", "(record.host, *here)"),
+        *("failover/failover", "(record.host, *here, *(p.id for p in evidence.line(record)))", "(record.host, *here)"),
         *("succession", "the_host_dies_and_others_with_it[2-5]"),
     ),
     mutant(
@@ -1476,10 +1520,11 @@ MUTANTS = (
         *("wire/sync", "if vote.record.members and short.members_digest not in self._voted:", "if vote.record.members:"),
         *("succession", "the_members_beside_the_votes_of_a_connection_are_written_once"),
     ),
-    mutant(
+    by_name(
         "votes about another run are not heard",
-        *("failover/succession", "if record is not None and vote.record.store_id == record.store_id]", "]"),
-        *("succession", "votes_about_another_run_are_not_heard"),
+        "failover.evidence:Evidence.heard",
+        always("store_id"),
+        seen_by="succession::votes_about_another_run_are_not_heard",
     ),
     mutant(
         "an empty store in its place shows that a store is gone",
