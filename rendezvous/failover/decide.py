@@ -104,26 +104,26 @@ def decide(record: RoundRecord | None, evidence: Evidence, view: StoreView, now:
     if answer is None:
         return (
             ((write := change(case)) and TakeOver("enough nodes have come to the store of this node, and no other run has begun", write))
-            or (not searches(case) and Stay("the store in use answers with enough nodes, or there is no other store to look at"))
-            or (claims(case) and Probe("this node may take over once no other run can begin", None, claim_due(case), claim(case)))
-            or Probe("another store may have taken over, or may be about to", next_place(case), evidence.search.due)
+            or (not searches(case) and Stay("the store in use is not lost, or there is no other store to look at"))
+            or (claims(case) and Probe("enough nodes have come, but another run may begin", None, claim_due(case), claim(case)))
+            or Probe("the store in use is lost, and another one may have taken over", next_place(case), evidence.search.due)
         )
     if host_is_back(case, answer):
-        return Move("the host that was given up has written its row since, and nothing can be decided here", place, back=True)
+        return Move("the host that was given up writes again, and the undecided store in use can decide nothing", place, back=True)
     if place is None:
-        return Stay("no standby store is where the job was started")
+        return Stay("no store takes over where the job was started")
     case = replace(case, evidence=evidence.looked(place, answer, record))
     return (
         (case.evidence.verdict(record) and Stay("a guard has brought the verdict on the job"))
         or (is_later(answer.round, record) and Move("that store has taken over: its record has a later term", place, decided=True))
-        or (answer.round and Stay("the record in that store is of another run, or of no later term"))
+        or (answer.round is not None and Stay("the record in that store is of another run, or of no later term"))
         or (trusts_host(case) and Stay("nothing shows that the host of the store in use is lost"))
-        or (opens(case, place, answer) and Move("the host is lost, and this node is the first in line that is not away", place))
-        or (place.id == view.me and Stay("a node before this one may take over, or too few others doubt that the host lives"))
+        or (opens(case, place, answer) and Move("the host is lost, and all before this node in line are away", place))
+        or (place.id == view.me and Stay("a node before this one in line may take over, or too few doubt with it"))
         or (not quorum.is_there(answer.rows.get(place.id)) and Stay("the owner of that store is not there"))
         or (is_free(case) and Move("the host is lost, and the owner of that store is there", place))
-        or (precedes_own(case, place) and Move("the owner of that store is there, and is before this node in line", place))
-        or (owner_has_come(case, answer) and Move("the owner of the undecided store in use has gone to that one", place))
+        or (precedes_own(case, place) and Move("this node waits in its own store, and that one is before it in line", place))
+        or (owner_has_come(case, answer) and Move("the owner of the undecided store in use has gone there", place))
         or Stay("the undecided store in use may still take over")
     )
 

@@ -79,8 +79,7 @@ class Failover:
     def search(self, record: RoundRecord | None, silent_since: float | None, rows: Rows, now: float, stays: bool = True) -> float | None:
         """Begin the search for another store, go on with it, or end it. Return the time of the next look; None: none is needed."""
         view = StoreView(self.me, self.rules, rows, silent_since, stays)
-        if record is not None:
-            self.evidence = searched(Case(record, self.evidence, view, now))
+        self.evidence = searched(Case(record, self.evidence, view, now)) if record else replace(self.evidence, search=Search())
         decision = decide(record, self.evidence, view, now)
         self._probe = decision if isinstance(decision, Probe) else None
         return None if isinstance(decision, Stay) else self._probe.due if self._probe else self.evidence.search.due
@@ -107,7 +106,7 @@ class Failover:
         return Sync(rows=(place.id, *here), voters=voters, votes=votes, at=place, look=True)
 
     def looked(self, place: Place | None, answer: Synced, record: RoundRecord, rows: Rows) -> Decision:
-        """Take in the ``answer`` to a look at the store of ``place``. Return whether this node moves there.
+        """Take in the ``answer`` to a look at the store of ``place``; None: where the job was started. Return whether this node moves.
 
         ``rows``: as they were read last in the store in use.
         """
@@ -142,7 +141,7 @@ class Failover:
 
     def follow(self, place: Place) -> None:
         """Use the store of ``place``, where this newcomer was sent."""
-        self.evidence = replace(self.evidence, at=place, search=Search())
+        self.evidence = replace(self.evidence, at=place)
 
     def turn_back(self, until: float) -> None:
         """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.changes import always, gets, instead_of, never, returns
+from tests.support.changes import gets, instead_of, part_always, part_never, returns
 from tests.support.mutants import Mutant, copy, each, failing, mutants_in, named_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
@@ -279,7 +279,7 @@ MUTANTS = (
     by_name(
         "an owner that leaves and is not alone does",
         "failover.decide:claims",
-        always("alone"),
+        part_always("alone"),
         seen_by="succession::an_owner_that_leaves_keeps_a_second_run_from_beginning_beside_the_others[majority-10.0]",
     ),
     mutant(
@@ -511,7 +511,7 @@ MUTANTS = (
     by_name(
         "a vote brings the word of the guards that its record has",
         "failover.evidence:Evidence.heard",
-        never("vote.record.broken"),
+        part_never("vote.record.broken"),
         seen_by="succession::a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]",
     ),
     by_name(
@@ -874,7 +874,7 @@ MUTANTS = (
     by_name(
         "nobody goes to a standby store whose owner is not there",
         "failover.decide:decide",
-        always("quorum.is_there"),
+        part_always("quorum.is_there"),
         seen_by="succession::nobody_follows_into_a_store_whose_owner_is_not_there",
     ),
     by_name(
@@ -886,7 +886,7 @@ MUTANTS = (
     by_name(
         "an owner gives up its undecided store only for one before it in line",
         "failover.decide:precedes_own",
-        always("before"),
+        part_always("before"),
         seen_by="succession::an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line",
     ),
     mutant(
@@ -897,7 +897,7 @@ MUTANTS = (
     by_name(
         "a node waits for no store before its own that it has left",
         "failover.decide:before",
-        always("evidence.left"),
+        part_always("evidence.left"),
         seen_by="succession::who_has_left_a_store_does_not_wait_for_it",
     ),
     by_name(
@@ -909,7 +909,7 @@ MUTANTS = (
     by_name(
         "nobody goes back to a store that it has left",
         "failover.decide:places",
-        always("evidence.left"),
+        part_always("evidence.left"),
         seen_by="succession::nobody_goes_back_to_a_store_that_it_has_left",
     ),
     mutant(
@@ -930,19 +930,19 @@ MUTANTS = (
     by_name(
         "the votes of all that are counted are read",
         "failover.failover:Failover.complete",
-        never("evidence.word"),
+        part_never("evidence.word"),
         seen_by="succession::an_owner_reads_the_votes_of_all_that_it_may_count",
     ),
     by_name(
         "a node counts for the store that it had given up when it came",
         "failover.decide:counted",
-        always("terms"),
+        part_always("terms"),
         seen_by="succession::a_node_counts_only_for_the_store_that_it_had_given_up_when_it_came",
     ),
     by_name(
         "the dead are not there",
         "failover.decide:counted",
-        always("gone"),
+        part_always("gone"),
         seen_by="succession::the_dead_are_not_there",
     ),
     by_name(
@@ -974,19 +974,19 @@ MUTANTS = (
     by_name(
         "only the owner of a standby store takes over",
         "failover.decide:needed",
-        never("case.view.me"),
+        part_never("case.view.me"),
         seen_by="succession::only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun",
     ),
     by_name(
         "the owner itself must be there",
         "failover.decide:needed",
-        never("at.id", "here"),
+        part_never("at.id", "here"),
         seen_by="succession::only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun",
     ),
     by_name(
         "before it takes over an owner asks where the job was started",
         "failover.decide:change",
-        always("start_is_clear"),
+        part_always("start_is_clear"),
         seen_by="succession::only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun",
     ),
     mutant(
@@ -1003,7 +1003,7 @@ MUTANTS = (
     by_name(
         "a store of another job is not followed",
         "failover.decide:is_later",
-        always("found.store_id"),
+        part_always("found.store_id"),
         seen_by="succession::a_store_that_was_taken_over_is_followed_at_once",
     ),
     mutant(
@@ -1014,7 +1014,7 @@ MUTANTS = (
     by_name(
         "who waits in an undecided store gives up in the end",
         "failover.failover:Failover.waits",
-        never("undecided_since"),
+        part_never("undecided_since"),
         seen_by="succession::who_waits_in_a_store_that_too_few_reach_gives_up",
     ),
     mutant(
@@ -1035,7 +1035,7 @@ MUTANTS = (
     by_name(
         "an owner that waits yields to another run that has moved",
         "failover.failover:Failover.found_at_start",
-        never("store_grace"),
+        part_never("store_grace"),
         seen_by="succession::an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up",
     ),
     mutant(
@@ -1078,7 +1078,7 @@ MUTANTS = (
     by_name(
         "it goes back to the last store that was decided and to no other",
         "failover.decide:host_is_back",
-        never("evidence.before"),
+        part_never("evidence.before"),
         seen_by="split::it_goes_back_to_no_store_but_the_last_one_that_was_decided",
     ),
     mutant(
@@ -1089,31 +1089,31 @@ MUTANTS = (
     by_name(
         "it goes back to no host whose end is proven",
         "failover.decide:host_is_back",
-        never("evidence.gone"),
+        part_never("evidence.gone"),
         seen_by="split::it_does_not_go_back_to_a_host_whose_end_is_proven",
     ),
     by_name(
         "it goes back to its own run",
         "failover.decide:host_is_back",
-        always("found.store_id"),
+        part_always("found.store_id"),
         seen_by="split::it_does_not_go_back_to_anything_else[another run]",
     ),
     by_name(
         "it goes back to no store that another one has taken over from",
         "failover.decide:host_is_back",
-        always("found.term"),
+        part_always("found.term"),
         seen_by="split::it_does_not_go_back_to_anything_else[taken over since]",
     ),
     by_name(
         "it goes back to no older record",
         "failover.decide:host_is_back",
-        always("found.version"),
+        part_always("found.version"),
         seen_by="split::it_does_not_go_back_to_anything_else[an older one]",
     ),
     by_name(
         "it goes back only where the host writes",
         "failover.decide:host_is_back",
-        always("lives"),
+        part_always("lives"),
         seen_by="split::it_goes_back_where_the_host_has_written_its_row_since_although_nothing_else_had_to_be_written",
     ),
     mutant(
@@ -1124,13 +1124,13 @@ MUTANTS = (
     by_name(
         "it does not go back to a store of its own",
         "failover.decide:host_is_back",
-        never("place.id"),
+        part_never("place.id"),
         seen_by="split::it_does_not_go_back_to_a_store_of_its_own",
     ),
     by_name(
         "an old row of the owner lures nobody away",
         "failover.decide:owner_has_come",
-        always("has_ended"),
+        part_always("has_ended"),
         seen_by="split::whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before",
     ),
     mutant(
@@ -1141,7 +1141,7 @@ MUTANTS = (
     by_name(
         "from the side of the few it goes back only to a new round",
         "failover.decide:host_is_back",
-        always("evidence.unreached"),
+        part_always("evidence.unreached"),
         seen_by="split::it_goes_back_from_the_side_of_the_few_only_when_a_round_has_formed_without_it",
     ),
     by_name(
@@ -1153,7 +1153,7 @@ MUTANTS = (
     by_name(
         "it leaves the store of another node only when that one has ended it",
         "failover.decide:has_ended",
-        always("owner.standby"),
+        part_always("owner.standby"),
         seen_by="split::whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store",
     ),
     mutant(
@@ -1220,7 +1220,7 @@ MUTANTS = (
     by_name(
         "an owner in the smaller part overrules no other word",
         "failover.failover:Failover.forward",
-        always("self.waits"),
+        part_always("self.waits"),
         seen_by="succession::an_owner_in_the_smaller_part_does_not_overrule_another_word",
     ),
     mutant(
@@ -1260,7 +1260,7 @@ MUTANTS = (
     by_name(
         "the last word of a node that leaves is no doubt",
         "failover.decide:others_doubt",
-        always("v.gone"),
+        part_always("v.gone"),
         seen_by="majority::the_last_word_of_a_node_that_leaves_is_no_doubt",
     ),
     mutant(
@@ -1327,31 +1327,31 @@ MUTANTS = (
     by_name(
         "nobody gives up the store alone",
         "failover.decide:opens",
-        always("others_doubt"),
+        part_always("others_doubt"),
         seen_by="majority::the_first_in_line_gives_up_the_store_when_enough_others_doubt_too",
     ),
     by_name(
         "a doubt about an earlier round does not count",
         "failover.decide:others_doubt",
-        always("v.record.round"),
+        part_always("v.record.round"),
         seen_by="majority::the_first_in_line_gives_up_the_store_when_enough_others_doubt_too",
     ),
     by_name(
         "nobody doubts early",
         "failover.decide:doubts",
-        always("patience"),
+        part_always("patience"),
         seen_by="majority::nobody_doubts_early_nor_without_majority",
     ),
     by_name(
         "an owner without a word waits a moment for more",
         "failover.decide:change",
-        never("waits_for_more"),
+        part_never("waits_for_more"),
         seen_by="majority::an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come",
     ),
     by_name(
         "who is not there when the store moves away from a silent host is not waited for",
         "failover.decide:change",
-        always("known.host"),
+        part_always("known.host"),
         seen_by="majority::an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come",
     ),
     mutant(
@@ -1374,7 +1374,7 @@ MUTANTS = (
     by_name(
         "nor from the answer to such a look",
         "failover.evidence:Evidence.looked",
-        never("was_suspended"),
+        part_never("was_suspended"),
         seen_by="succession::what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended",
     ),
     mutant(
@@ -1415,7 +1415,7 @@ MUTANTS = (
     by_name(
         "the host's word is brought along",
         "failover.failover:Failover._words",
-        always("word"),
+        part_always("word"),
         seen_by="succession::who_says_that_a_host_has_died_knows_the_record_that_it_knew",
     ),
     mutant(
@@ -1470,7 +1470,7 @@ MUTANTS = (
     by_name(
         "a majority that has succeeded forms no round beside the host",
         "failover.decide:needed",
-        always("succeeded"),
+        part_always("succeeded"),
         seen_by="majority::who_comes_late_to_a_decision_after_success_does_not_undo_it",
     ),
     mutant(
@@ -1502,7 +1502,7 @@ MUTANTS = (
     by_name(
         "the guard of any member speaks where the store is gone",
         "failover.failover:Failover.notice",
-        never("known.index"),
+        part_never("known.index"),
         seen_by="succession::the_host_dies_and_others_with_it[1-4]",
     ),
     mutant(
@@ -1523,7 +1523,7 @@ MUTANTS = (
     by_name(
         "votes about another run are not heard",
         "failover.evidence:Evidence.heard",
-        always("store_id"),
+        part_always("store_id"),
         seen_by="succession::votes_about_another_run_are_not_heard",
     ),
     mutant(

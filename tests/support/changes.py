@@ -73,19 +73,29 @@ def skips(*names: str) -> Change:
 
     def parts(scope: ast.AST) -> Iterator[Part]:
         found = [node for node in _nodes(scope) if isinstance(node, ast.stmt) and not isinstance(node, Named)]
-        return (Part(node, "pass") for node in _smallest(found, names))
+        return (Part(node, "pass") for node in _outermost(found, names))
 
     return Change(f"skips{names}", parts)
 
 
 def never(*names: str) -> Change:
     """The condition that mentions all ``names`` is false: of an ``if``, ``while`` or comprehension, or a part of an ``and`` or ``or``."""
-    return Change(f"never{names}", lambda scope: (Part(node, "False") for node in _smallest(_conditions(scope), names)))
+    return Change(f"never{names}", lambda scope: (Part(node, "False") for node in _outermost(_conditions(scope), names)))
 
 
 def always(*names: str) -> Change:
     """The condition that mentions all ``names`` is true, see ``never``."""
-    return Change(f"always{names}", lambda scope: (Part(node, "True") for node in _smallest(_conditions(scope), names)))
+    return Change(f"always{names}", lambda scope: (Part(node, "True") for node in _outermost(_conditions(scope), names)))
+
+
+def part_never(*names: str) -> Change:
+    """The smallest part of a condition that mentions all ``names`` is false: an operand of ``and``, ``or`` or ``not``."""
+    return Change(f"part_never{names}", lambda scope: (Part(node, "False") for node in _innermost(_conditions(scope), names)))
+
+
+def part_always(*names: str) -> Change:
+    """The smallest part of a condition that mentions all ``names`` is true, see ``part_never``."""
+    return Change(f"part_always{names}", lambda scope: (Part(node, "True") for node in _innermost(_conditions(scope), names)))
 
 
 def compares(operator: str, *names: str) -> Change:
@@ -93,7 +103,7 @@ def compares(operator: str, *names: str) -> Change:
 
     def parts(scope: ast.AST) -> Iterator[Part]:
         found = [node for node in _nodes(scope) if isinstance(node, ast.Compare) and len(node.ops) == 1]
-        for node in _smallest(found, names):
+        for node in _outermost(found, names):
             assert isinstance(node, ast.Compare)
             yield Part(node, f"({ast.unparse(node.left)}) {operator} ({ast.unparse(node.comparators[0])})")
 
@@ -171,11 +181,22 @@ def _is(node: ast.AST, name: str) -> bool:
     return text == name or (isinstance(node, ast.Attribute) and text.endswith(f".{name}"))
 
 
-def _smallest(nodes: Iterable[Node], names: Sequence[str]) -> Iterator[Node]:
-    """Yield those of ``nodes`` that mention all ``names`` and have no other such node within them."""
-    found = [node for node in nodes if all(any(_is(one, name) for one in ast.walk(node)) for name in names)]
+def _outermost(nodes: Iterable[Node], names: Sequence[str]) -> Iterator[Node]:
+    """Yield those of ``nodes`` that mention all ``names`` and are within no other such node."""
+    found = [node for node in nodes if _mentions(node, names)]
     within = {id(one) for node in found for one in ast.walk(node) if one is not node}
     return (node for node in found if id(node) not in within)
+
+
+def _innermost(nodes: Iterable[ast.expr], names: Sequence[str]) -> Iterator[ast.expr]:
+    """Yield those of ``nodes`` that mention all ``names`` and have no other such node within them."""
+    found = [node for node in nodes if _mentions(node, names)]
+    ids = {id(node) for node in found}
+    return (node for node in found if not any(id(one) in ids for one in ast.walk(node) if one is not node))
+
+
+def _mentions(node: ast.expr, names: Sequence[str]) -> bool:
+    return all(any(_is(one, name) for one in ast.walk(node)) for name in names)
 
 
 def _conditions(scope: ast.AST) -> Iterator[ast.expr]:
