@@ -97,6 +97,10 @@ def decide(record: RoundRecord | None, evidence: Evidence, view: StoreView, now:
 
     ``record``: of the job, as this node has known it. ``evidence``: as it was before the ``answer`` in ``view``. An answer is a reason to
     move or to stay; without one this node looks at other stores, or takes over.
+
+    A node gives up the store in use only when the end of its host is proven, when another store has taken over, or, with a majority, when
+    the owner of the other store and this node both doubt that the host lives. The owner of an undecided store gives it up only for one
+    that is before its own in line, so that no two owners change places. Whoever waits in such a store leaves it only after its owner.
     """
     if record is None:
         return Stay("this node has read no round record yet, so it knows of no standby store")
@@ -146,7 +150,7 @@ def doubts(case: Case) -> bool:
 
 
 def searched(case: Case) -> Evidence:
-    """Return the evidence with the search as it goes on now. Decide on that."""
+    """Return the evidence with the search as it is now: it has begun, goes on, or is over."""
     unreached = case.evidence.unreached if case.evidence.undecided else case.view.silent_since is not None
     search = case.evidence.search.go_on(doubts(case), case.now, PATIENCE * case.evidence.undecided) if searches(case) else Search()
     return replace(case.evidence, unreached=unreached, search=search)

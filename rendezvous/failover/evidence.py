@@ -128,9 +128,9 @@ class Evidence:
 
         ``ran``: seconds for which it has known the round.
         """
-        known = self.known if self.undecided and self.known else newest(record, self.known)  # undecided: no store has ``record``
-        ended, how_long = self.gone | quorum.left(rows.values()), (record.fence, ran) if record.open else self.ran
-        moved = replace(self, gone=ended, known=known, terms={}, ran=how_long).uses(place, undecided_since)
+        known = self.known if self.undecided and self.known else newest(record, self.known)  # undecided: no store holds ``record``
+        ended, given_up = self.gone | quorum.left(rows.values()), (record.fence, ran) if record.open else self.ran
+        moved = replace(self, gone=ended, known=known, terms={}, ran=given_up).uses(place, undecided_since)
         host = rows.get(record.host)
         return moved if self.undecided else replace(moved, before=self.at, host_seq=host.seq if host is not None else None)
 

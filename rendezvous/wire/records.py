@@ -183,7 +183,7 @@ class RoundRecord:
     settings: tuple[str, ...] = ()  # the options that every node must have been started with
     members_digest: str = ""  # in the store only, in place of ``members`` and ``quorums``: the digest of their ``MemberList``
     host: str = ""  # id of the node whose agent serves this store; empty: no agent of this job does, or it is not known yet
-    term: int = 0  # rises each time that another node's store takes over, see succession.py
+    term: int = 0  # rises each time that another node's store takes over, see docs/decisions/0020
     quorums: tuple[Quorum, ...] = ()  # of the rounds that may have started, this one last; empty: the store never moves
     moved: Place | None = None  # where the store of this job is instead, if no round has formed here
 

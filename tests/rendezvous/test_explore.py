@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.failover.failover import Failover
+from elastirun.rendezvous.failover import decide
 from elastirun.rendezvous.peers.view import View
 from tests.sim.explore import MESSAGES, WITH_SUCCESSION, WORLDS, deviate, explore
 
@@ -50,7 +50,7 @@ def test_the_host_of_the_store_is_lost_at_every_point(name: str, unusual: int, a
 def test_a_job_that_ends_with_its_store_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     make, event = WITH_SUCCESSION["the store's host of two dies"]
     world = make()
-    monkeypatch.setattr(Failover, "take_over", lambda *_: None)
+    monkeypatch.setattr(decide, "change", lambda *_: None)
     violation = deviate(world, 0, event).violation
     assert violation and violation.startswith("the job ended with the store after: crash n0-0, ")
 

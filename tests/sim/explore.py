@@ -265,8 +265,8 @@ def _changes(kind: type) -> bool:
     return kind.__module__.startswith("elastirun.rendezvous") and not frozen and not issubclass(kind, Enum)
 
 
-UNIMPORTANT = {"rules", "_rules", "_event", "_history", "_actions", "me"}
-OF_TIMES = ("Contact", "OwnRow")  # classes of values that never change, with times
+UNIMPORTANT = {"rules", "_rules", "_event", "_history", "_actions", "me", "_probe"}  # ... or set anew in each step
+OF_TIMES = ("Contact", "OwnRow", "Evidence", "Search")  # classes of values that never change, with times
 
 
 def _canonical(value: Any, now: float) -> Hashable:
