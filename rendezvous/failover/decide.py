@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastirun.rendezvous.failover.evidence import START, Evidence, Search
+from elastirun.rendezvous.failover.evidence import Evidence, Search
 from elastirun.rendezvous.failover.succession import IN_LINE, take_over
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
@@ -153,7 +153,8 @@ def searched(case: Case) -> Evidence:
     """Return the evidence with the search as it is now: it has begun, goes on, or is over."""
     unreached = case.evidence.unreached if case.evidence.undecided else case.view.silent_since is not None
     search = case.evidence.search.go_on(doubts(case), case.now, PATIENCE * case.evidence.undecided) if searches(case) else Search()
-    return replace(case.evidence, unreached=unreached, search=search)
+    same = (unreached, search) == (case.evidence.unreached, case.evidence.search)
+    return case.evidence if same else replace(case.evidence, unreached=unreached, search=search)
 
 
 def places(record: RoundRecord | None, evidence: Evidence, rules: Rules) -> list[Place]:
@@ -178,7 +179,7 @@ def next_place(case: Case) -> Place | None:
 def is_worth_a_look(case: Case, place: Place | None) -> bool:
     """Return whether a look at the store of ``place`` may find something: it answers, or was not asked for a while."""
     silent = case.evidence.start_is_clear if place is None else place.name in case.evidence.silent_since
-    return not silent or case.now >= case.evidence.looked_at.get(place.name if place else START, -math.inf) + SILENT_AGAIN
+    return not silent or case.now >= case.evidence.looked_at.get(place.name if place else "", -math.inf) + SILENT_AGAIN
 
 
 def claims(case: Case) -> bool:
@@ -192,7 +193,7 @@ def claims(case: Case) -> bool:
 
 def claim_due(case: Case) -> float:
     """Return the time of the next look where the job was started."""
-    return case.evidence.looked_at.get(START, case.now) + CLAIM_AGAIN if waits_for_more(case) else case.now
+    return case.evidence.looked_at.get("", case.now) + CLAIM_AGAIN if waits_for_more(case) else case.now
 
 
 def claim(case: Case) -> Change | None:

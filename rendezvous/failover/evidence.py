@@ -11,8 +11,6 @@ from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Vote
 
-START = ""  # stands for the store where the job was started among the names of stores
-
 
 @dataclass(frozen=True)
 class Search:
@@ -52,7 +50,7 @@ class Evidence:
     # looks at other stores
     search: Search = Search()
     silent_since: Mapping[str, float] = field(default_factory=dict)  # by the name of a store: since when it has not answered
-    looked_at: Mapping[str, float] = field(default_factory=dict)  # by name or ``START``: when this node looked there last
+    looked_at: Mapping[str, float] = field(default_factory=dict)  # by name, "" where the job was started: when this node looked there last
     start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
     start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
     was_suspended: bool = False  # since the last look began: what that has found may not be so any more
@@ -90,7 +88,7 @@ class Evidence:
             if vote.id == vote.record.host and vote.id in vote.gone:
                 word = vote if word is None or newest(vote.record, word.record) is vote.record else word
         ended = {i for vote in votes for i in (*vote.gone, *(vote.record.broken.ended if vote.record.broken else ()))}
-        return replace(self, gone=self.gone | ended, known=known, word=word)
+        return replace(self, gone=self.gone | ended, known=known, word=word) if votes else self
 
     def answered(self, answer: Synced, record: RoundRecord | None) -> Evidence:
         """Take in an ``answer`` of the store in use. What was found where the job was started held for this exchange."""
@@ -119,7 +117,7 @@ class Evidence:
 
     def looks(self, place: Place | None, now: float, due: float) -> Evidence:
         """Note that a look at the store of ``place`` begins, and when the next one is ``due``."""
-        looked_at = {**self.looked_at, place.name if place else START: now}
+        looked_at = {**self.looked_at, place.name if place else "": now}
         search = replace(self.search, due=due, turn=self.search.turn + 1)
         return replace(self, search=search, looked_at=looked_at, was_suspended=False)
 
