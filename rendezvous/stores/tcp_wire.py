@@ -63,6 +63,9 @@ class Connection:
     def __init__(self, address: str, port: int, limit: float) -> None:
         self.limit = limit
         self._socket = socket.create_connection((address, port), limit)
+        self._arrived = bytearray()  # of answers, and not taken yet
+        self._until = clock.now() + limit  # when the answers must be there
+        self._large = LARGEST  # bytes of the answers that are given more time
 
     def greet(self) -> None:
         """Begin to speak to the TCPStore that should listen there. ``ValueError``: it is none."""
@@ -73,20 +76,41 @@ class Connection:
 
     def send(self, data: bytes) -> None:
         self._until = clock.now() + self.limit + len(data) / SLOWEST
-        self._large = LARGEST  # bytes of the answers that are given more time
+        self._large = LARGEST
         self._socket.settimeout(self.limit)
         self._socket.sendall(data)
 
-    def receive(self, length: int) -> bytes:
-        return receive(self._socket, length, self._until)
+    def receive(self, length: int, until: float | None = None) -> bytes:
+        """Return the next ``length`` bytes. ``until``: a moment of ``elastirun.clock``; None: as for any answer to what was sent.
+
+        ``TimeoutError`` when that moment has passed: a peer may send a byte now and then for ever. What has arrived is taken at any
+        time, because this process may have stood still.
+        """
+        until = self._until if until is None else until
+        while len(self._arrived) < length:
+            self._socket.settimeout(max(0.0 if self._arrived else 0.001, until - clock.now()))
+            try:
+                more = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                raise TimeoutError("timed out") from None
+            if not more:
+                raise ConnectionError("the other side has hung up")
+            self._arrived += more
+        data = bytes(self._arrived[:length])
+        del self._arrived[:length]
+        return data
 
     def number(self) -> int:
         (number,) = struct.unpack("<Q", self.receive(8))
         return int(number)
 
     def value(self) -> bytes:
-        value = receive_value(self._socket, self._until)
-        more = min(len(value), self._large)
+        """Return a value, the answer to a request. ``ValueError`` for one that no store holds."""
+        length = self.number()
+        if length > LARGEST:
+            raise ValueError(f"a value of {length} bytes")
+        value = self.receive(length, self._until + length / SLOWEST)
+        more = min(length, self._large)
         self._large -= more
         self._until += more / SLOWEST
         return value
@@ -108,7 +132,7 @@ class Connection:
         """Wait until ``key`` exists, for ``seconds`` at most. Return whether it does."""
         self.send(wait(key))
         try:
-            answer = receive(self._socket, 1, clock.now() + seconds)
+            answer = self.receive(1, clock.now() + seconds)
         except TimeoutError:
             self.send(CANCEL_WAIT)
             answer = self.receive(1)
@@ -128,33 +152,6 @@ class Connection:
     def close(self) -> None:
         with suppress(OSError):
             self._socket.close()
-
-
-def receive(connection: socket.socket, length: int, until: float) -> bytes:
-    """Return the next ``length`` bytes. ``until``: a moment of ``elastirun.clock``.
-
-    Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever. What has arrived is taken at any
-    time, because this process may have stood still.
-    """
-    data = b""
-    while len(data) < length:
-        connection.settimeout(max(0.0 if data else 0.001, until - clock.now()))
-        try:
-            more = connection.recv(min(length - len(data), 1 << 16))
-        except BlockingIOError:
-            raise TimeoutError("timed out") from None
-        if not more:
-            raise ConnectionError("the other side has hung up")
-        data += more
-    return data
-
-
-def receive_value(connection: socket.socket, until: float) -> bytes:
-    """Return a value, the answer to a request. Errors: those of ``receive``; ``ValueError`` for a value that no store holds."""
-    (length,) = struct.unpack("<Q", receive(connection, 8, until))
-    if length > LARGEST:
-        raise ValueError(f"a value of {length} bytes")
-    return receive(connection, length, until + length / SLOWEST)
 
 
 def _key(key: str) -> bytes:

@@ -796,7 +796,7 @@ MUTANTS = (
     ),
     mutant(
         "an answer has one limit, however many parts it comes in",
-        *("rendezvous/stores/tcp_wire", "max(0.0 if data else 0.001, until - clock.now())", "0.5"),
+        *("rendezvous/stores/tcp_wire", "max(0.0 if self._arrived else 0.001, until - clock.now())", "0.5"),
         *("tcp_plain", "a_peer_that_answers_byte_by_byte_has_no_more_time"),
     ),
     mutant(

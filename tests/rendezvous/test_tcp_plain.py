@@ -128,13 +128,35 @@ def test_large_answers_have_more_time_but_not_without_end(server: Server, key: s
 @pytest.mark.parametrize("late", [-1.0, 30.0])
 def test_what_has_arrived_is_taken_after_the_limit_too(late: float) -> None:
     """This process may have stood still. What has not arrived is not waited for."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(struct.pack("<Q", 100_000) + b"x" * 100_000)
-        assert tcp_wire.receive_value(ours, clock.now() + late) == b"x" * 100_000
-        theirs.sendall(struct.pack("<Q", 100_000) + b"x" * 99_999)
+    with connected() as (connection, peer):
+        peer.sendall(struct.pack("<Q", 100_000) + b"x" * 100_000)
+        connection._until = clock.now() + late
+        assert connection.value() == b"x" * 100_000
+        peer.sendall(struct.pack("<Q", 100_000) + b"x" * 99_999)
+        connection._until = clock.now() - 1.0
         with pytest.raises(TimeoutError):
-            tcp_wire.receive_value(ours, clock.now() - 1.0)
+            connection.value()
+
+
+def test_answers_that_arrive_together_are_read_at_once() -> None:
+    with connected() as (connection, peer):
+        peer.sendall(10 * (struct.pack("<Q", 5) + b"value"))
+        connection.send(b"")
+        assert connection.value() == b"value"
+        peer.sendall(b"later")
+        assert [connection.value() for _ in range(9)] == [b"value"] * 9
+        assert not connection._arrived, "what came later is still in the socket"
+
+
+@contextmanager
+def connected() -> Iterator[tuple[tcp_wire.Connection, socket.socket]]:
+    """A connection, and the socket of its peer, in which all that is sent arrives at once."""
+    ours, theirs = socket.socketpair()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tcp_wire.socket, "create_connection", lambda *_: ours)
+        connection = tcp_wire.Connection("peer", 1, 5.0)
+    with closing(connection), theirs:
+        yield connection, theirs
 
 
 @contextmanager
@@ -158,11 +180,8 @@ def dripping() -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("answer", [b"\xff" * 8, b"\x08" + b"\0" * 7 + b"half"])
 def test_an_answer_that_makes_no_sense_is_an_error(answer: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        connection = tcp_wire.Connection.__new__(tcp_wire.Connection)
-        connection._socket, connection.limit = ours, 5.0
-        theirs.sendall(answer)
-        theirs.shutdown(socket.SHUT_WR)
+    with connected() as (connection, peer):
+        peer.sendall(answer)
+        peer.shutdown(socket.SHUT_WR)
         with pytest.raises((ConnectionError, ValueError)):
             connection.get(["a"])
