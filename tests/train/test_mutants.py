@@ -1028,7 +1028,7 @@ MUTANTS = (
     ),
     mutant(
         "images of local ranks that are gone stay until all have saved",
-        *("checkpoints/checkpointer", "        if self._saves == 2:  #", "        if self._saves == 1:  #"),
+        *("checkpoints/checkpointer", "        if self._costs.saves == 2:  #", "        if self._costs.saves == 1:  #"),
         *("ckpt_rounds", "images_of_local_ranks_that_are_gone_stay_until_all_ranks_have_saved"),
     ),
     mutant(

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -85,13 +86,7 @@ class Checkpointer:
         memory_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("keep", keep), ("memory_every", 1 if memory_every is None else memory_every)):
-            if not isinstance(value, int) or value < 1:
-                raise WrongUse(f"{name} must be a whole number, 1 or more, not {value!r}")
-        if not os.fspath(directory):
-            raise WrongUse("directory is empty: where are the checkpoints to be?")
-        if os.fspath(directory).startswith("memory://"):
-            raise WrongUse(f"{directory} is the memory of one process: no other rank, and no writer, can use it; take a path or a store")
+        _check_arguments(os.fspath(directory), keep=keep, memory_every=1 if memory_every is None else memory_every)
         self.pid = os.getpid()
         self._url, self._keep = os.fspath(directory), keep
         self._due = due(every)
@@ -104,20 +99,15 @@ class Checkpointer:
         self._opened = CheckpointResources(self._url, self._ranks, self._directory, self._staging)
         self._dropped = weakref.finalize(self, self._opened.drop)
         self._dropped.atexit = False  # see checkpoints/resources.py
-        self._plan: Plan | None = None
-        self._dcp: DcpFiles | None = None
-        self._pieces: list[Piece] = []  # what this rank holds of the state that the plan is for
-        self._signature: Any = None  # of that state
+        self._planned: _Planned | None = None
         # The last save in each image that goes to the disk.
         self._by_image: list[Save | None] = [None] * len(self._staging.images)
         self._filled = -1  # the image filled last
         self._number = 0  # of the last save in this round
-        self._saves = 0  # of this checkpointer
+        self._costs = _Costs()
         self._last: Save | None = None  # the last one that goes to the disk
-        self._blocked: deque[float] = deque(maxlen=KEPT)
         self.restored: int | None = None  # the step that ``restore`` took from the directory as the newest; the same on all ranks
         self._closed = False
-        self._waited = 0.0  # seconds in which there was no image to be filled
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
@@ -137,14 +127,14 @@ class Checkpointer:
         self._opened.publisher.start_writer()
         on_disk = now or self._due.is_due(step, self._ranks)
         if not on_disk and (not self._memory_every or step % self._memory_every):
-            if self._plan is None:
+            if self._planned is None:
                 self._prepare(step, *self._take_apart(state))
             return False
         if not self._is_saved(step):
             begun = time.perf_counter()
             with saving():
                 self._stage(step, state, on_disk)
-            self._blocked.append(time.perf_counter() - begun)
+            self._costs.blocked.append(time.perf_counter() - begun)
         return True
 
     @property
@@ -181,11 +171,12 @@ class Checkpointer:
         """Copy the state into an image; hand it to the writer if it goes to the disk."""
         flat, values, error = self._take_apart(state)
         which = self._prepare(step, flat, values, error)
-        assert self._plan is not None and self._opened.publisher is not None and self._dcp is not None
+        assert self._planned is not None and self._opened.publisher is not None
         if on_disk:
             self._due.begin()
-        self._number, self._saves = self._number + 1, self._saves + 1
-        if self._saves == 2:  # all ranks have come here, so all have filled an image in this round
+        self._number += 1
+        self._costs.saves += 1
+        if self._costs.saves == 2:  # all ranks have come here, so all have filled an image in this round
             self._opened.publisher.submit(self._memory.drop_others)
         self._staging.fill(
             which,
@@ -208,13 +199,13 @@ class Checkpointer:
         if why := self._memory.keep(which, image):
             log.warning("the agent does not keep the copy in memory: %s", why)
         if on_disk:
-            self._last = self._by_image[which] = Save(self._number, step, which, partial(self._dcp.encode, flat.tree))
+            self._last = self._by_image[which] = Save(self._number, step, which, partial(self._planned.dcp.encode, flat.tree))
             self._opened.publisher.submit(self._last)
 
     def _written_here(self) -> tuple[str, ...]:
-        assert self._plan is not None
+        assert self._planned is not None
         small = (TENSORS, VALUES) if self._ranks.rank == 0 else ()
-        return (*(file.name for file in self._plan.written_by(self._ranks.rank)), *small)
+        return (*(file.name for file in self._planned.plan.written_by(self._ranks.rank)), *small)
 
     def _take_apart(self, state: Mapping[str, Any]) -> tuple[Flat, bytes, str]:
         """Return the tensors of ``state``, the content of values.json, and why it cannot be saved; empty if it can."""
@@ -232,7 +223,7 @@ class Checkpointer:
 
         Raises CheckpointError on every rank if one of them cannot save its state, or if they are not at the same step.
         """
-        changed = not error and (self._plan is None or signature(flat, self._pieces) != self._signature)
+        changed = not error and (self._planned is None or not self._planned.fits(flat))
         busy = sum(1 << at for at, save in enumerate(self._by_image) if save is not None and not save.written.is_set())
         everyone = self._ranks.gather([step, bool(error), changed, busy, self._number, self._filled])
         if failed := [rank for rank, (_, fails, *_) in enumerate(everyone) if fails]:
@@ -258,7 +249,7 @@ class Checkpointer:
         """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""
         begun = time.perf_counter()
         live_sockets.wait_unless_cut(save.written, "a checkpoint is being written")
-        self._waited += time.perf_counter() - begun
+        self._costs.waited += time.perf_counter() - begun
 
     def _arrange(self, flat: Flat) -> None:
         """Plan which rank has which files. Every rank does it at the same point."""
@@ -271,12 +262,9 @@ class Checkpointer:
         everyones = map(decode, on_every_rank(self._ranks, take))
         made = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
         verify_same_tensors(flat, self._ranks)
-        self._plan = made
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
-        self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json(), gpu)
-        self._pieces = own
-        self._signature = signature(flat, own)
-        self._dcp = DcpFiles(self._plan)
+        self._staging.arrange(image_files(made, self._ranks.rank), made.tensors_json(), gpu)
+        self._planned = _Planned(made, own, signature(flat, own), DcpFiles(made))
 
     # -- the directory ----------------------------------------------------------------------------------------------------
 
@@ -371,12 +359,45 @@ class Checkpointer:
         ``memory``, bytes of shared memory of this rank; ``published``, the step of the newest checkpoint that this rank knows of.
         """
         return {
-            "saves": self._saves,
-            "blocked": list(self._blocked),
-            "waited": self._waited,
+            "saves": self._costs.saves,
+            "blocked": list(self._costs.blocked),
+            "waited": self._costs.waited,
             "memory": self._staging.nbytes,
             "published": self._opened.published,
         }
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The plan of a state: which rank has which files. ``pieces``: what this rank holds of the state; ``signature``: of that."""
+
+    plan: Plan
+    pieces: list[Piece]
+    signature: Any
+    dcp: DcpFiles
+
+    def fits(self, flat: Flat) -> bool:
+        """Return whether the plan is one for ``flat``, too."""
+        return bool(signature(flat, self.pieces) == self.signature)
+
+
+@dataclass
+class _Costs:
+    """What saving has cost. ``waited``: seconds in which there was no image to be filled; ``blocked``: seconds of each call."""
+
+    saves: int = 0
+    waited: float = 0.0
+    blocked: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+
+def _check_arguments(directory: str, **numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise WrongUse(f"{name} must be a whole number, 1 or more, not {value!r}")
+    if not directory:
+        raise WrongUse("directory is empty: where are the checkpoints to be?")
+    if directory.startswith("memory://"):
+        raise WrongUse(f"{directory} is the memory of one process: no other rank, and no writer, can use it; take a path or a store")
 
 
 def _whole(step: Any) -> int:
