@@ -6,53 +6,47 @@ gradients, so ranks are one step apart at most. A step that no rank has finished
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from elastirun.progress import begin_round, saving
+from elastirun.progress import begin_round
 from elastirun.train.checkpoints.checkpointer import Checkpointer
-from elastirun.train.checkpoints.ranks import begin_world
 from elastirun.train.data.loader import ElasticDataLoader
 from elastirun.train.data.steps import Step
 from elastirun.train.ddp.module import DistributedDataParallel
-from elastirun.train.ddp.world_switch import WorldSwitch, reducing
+from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
-from elastirun.train.groups.collectives import backends_of, gather
+from elastirun.train.groups.collectives import gather
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import abort_groups, end_beside, init_default_group, leave_groups
 from elastirun.train.groups.rank_prefix import one_prefix
+from elastirun.train.live import phases
+from elastirun.train.live.first_group import LAUNCHED, LIVE, Given, init_alone
+from elastirun.train.live.first_group import init_process_group as init_process_group
 from elastirun.train.live.live_round import LiveRound
-from elastirun.train.live.phases import Phase
-from elastirun.train.live.state_copy import StateKept, copy_state
+from elastirun.train.live.phases import NONE, Action, Event, Fact, Following, Phase
+from elastirun.train.live.script_checks import check, parts_of
+from elastirun.train.live.state_copy import copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange, connecting
+from elastirun.train.live.world_checkpoints import WorldCheckpoints
 from elastirun.train.reduction.control_words import ADMIT, LEFT, SWITCH, WHOLE
 from elastirun.train.reduction.reducer import settle
 from elastirun.train.state.train_state import TrainState
-from elastirun.worker.live_connection import LiveConnection
-from elastirun.worker.live_messages import VARIABLE
-from elastirun.worker.live_worlds import World, furthest, late
+from elastirun.worker.live_worlds import furthest, late
 
 log = logging.getLogger("elastirun.train")
 
 CPU = torch.device("cpu")
 PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
 OVER = 2.0  # seconds for the peers of a new worker to say that training has ended, which their processes do at their end
-LAST_SAVE = 1800.0  # seconds for ``save`` to be published, more than the writers wait for the slowest rank's disk
-LAUNCHED = "RANK"  # in the environment of a worker of any launcher
-NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
-LIVE = ("gloo", NCCL)  # backends of worlds that can change
 ONE_HAS_LEFT = (
     "a rank has left the loop over the batches and is in run.save(), while another is still in the loop: leave it "
     "by run.step or loader.epoch, not by a number that the script counts, which differs on a worker that came later"
@@ -61,37 +55,6 @@ CHANGED = (
     "the state's %s changed in step %d, which does not count as a peer was lost, and changes once more when the step "
     "comes again: change what is neither loader, optimizer nor scheduler within `if not model.failed:`"
 )
-# Environment of NCCL in a live worker: torch must neither end the process when a peer is lost, nor write a dump for a minute.
-OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-
-_backend = "gloo"  # as given to ``init_process_group``
-_timeout: timedelta | None = None  # of the groups, as given to ``init_process_group``
-_connection: LiveConnection | None = None  # to the agent; None: the world of this process never changes
-
-
-def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) -> None:
-    """Make the default process group, in place of ``torch.distributed.init_process_group``.
-
-    With gloo it is a group of this process alone: what comes next (the model, its first compilation) waits for nobody. ``Elastic`` makes
-    the group of all workers that the launcher has started. So it is with "cpu:gloo,cuda:nccl", for a model on a GPU, which is
-    experimental. With another backend it is that group at once. ``timeout``: for a collective; None: torch's default, 30 minutes for
-    gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
-    """
-    global _backend, _timeout, _connection
-    _backend = backend = NCCL if ":" in backend and backends_of(backend) == backends_of(NCCL) else backend
-    _timeout = timeout
-    if backend in LIVE:
-        _connection = _connect()
-        if backend == NCCL and _connection is not None:
-            os.environ.update(OF_NCCL)  # read when a group is made
-        _init_alone()
-    else:
-        dist.init_process_group(backend, timeout=timeout)
-
-
-def _init_alone() -> None:
-    """Make a default group of this process alone."""
-    init_default_group(_backend, dist.HashStore(), 0, 1, None)  # type: ignore[attr-defined]
 
 
 class Elastic:
@@ -127,17 +90,12 @@ class Elastic:
     _saves = False  # this rank is in ``save``
     _saves_done = 0  # calls of ``save`` since the last epoch ended
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
-    _saved: tuple[int, int, int] | None = None  # the last save of the checkpointer of the last world
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
     _completed = 0  # reductions that were completed before the batch under way
     _open: object | None = None  # a token of the batch that the script has, and has not come back from; None: it has none
     # The number of the world in whose step the script has left the loop, if that step counts (-1: it does
     # not). What follows is due when the script comes back. None: it has not left the loop since the last batch.
     _left: int | None = None
-    _save_failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
-    # A late rank's copy of what the script may change until this rank has caught up. The others of a late rank are in the next epoch, or
-    # have left ``save``, and wait for it.
-    _late: StateKept | None = None
 
     def __init__(
         self,
@@ -146,27 +104,23 @@ class Elastic:
         on_change: Callable[[int, int], object] = lambda rank, world_size: None,
     ) -> None:
         self.state = state
-        self._model, self._loader = _parts(state)
-        self._make_checkpoints, self._on_change = checkpoints, on_change
-        self._checkpoints: Checkpointer | None = None
+        self._model, self._loader = parts_of(state)
+        self._checkpoints, self._on_change = WorldCheckpoints(state, checkpoints), on_change
         self._round = 0  # of the world that this rank is in, or was in last
         self._settled = 0  # the round in which this rank's state was last agreed upon; 0: it is that of a new process
         self._before = StepSnapshot(state, self._loader)
-        self._connection = _connection
+        self._connection = Given.connection
         self._live: LiveRound | None = None  # the round that this rank is in; None: its world never changes
         self._change: WorldChange | None = None  # to the next world of the round
-        if dist.get_backend() not in LIVE:
-            self._begin()
-            return
-        _check(self._model)
-        if self._connection is not None:
+        is_live = dist.get_backend() in LIVE
+        if is_live:
+            check(self._model)
+        if is_live and self._connection is not None:
             self._switch.drop_failed_steps()
             self._connection.cut, self._phase = self._interrupt, Phase.LEFT
-            self._enter(self._connection)
-        elif LAUNCHED in os.environ:
-            self._make_world(None)
+            self._happens(Event.STARTS)
         else:
-            self._begin()
+            self._happens(Event.ROUND_BEGINS if is_live and LAUNCHED in os.environ else Event.AGREED)
 
     @property
     def step(self) -> int:
@@ -195,7 +149,7 @@ class Elastic:
     @property
     def checkpoints(self) -> Checkpointer | None:
         """Return the checkpointer of the present world."""
-        return self._checkpoints
+        return self._checkpoints.current
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's share of each global batch that is left in the epoch; each is one step.
@@ -219,7 +173,7 @@ class Elastic:
         """Yield each batch of ``data`` that is left in the epoch; end its step when the script comes back."""
         self._begin_loop()
         epoch = self._loader.epoch
-        while self._loader.epoch == epoch:
+        while self._loader.epoch == epoch and self._phase is not Phase.LATE:
             for batch in data:
                 has_weight = self._phase is not Phase.JOINING
                 self._switch.count_samples(has_weight)
@@ -246,15 +200,13 @@ class Elastic:
         self._before.verify()
         self._end_loop(self._open)
         self._saves_done = 0
-        self._catch_up()
+        self._happens(Event.COMES_BACK)
         if self._left == self._worlds:
             self._follow_up(dropped=False)
         self._left = None
-        connection = self._connection
-        if connection is not None and self._live is not None and (self._model.failed or connection.asked):
-            self._leave(connection)
-            self._enter(connection)
-        self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
+        self._happens(Event.LOOP_BEGINS, self._round_over)
+        if self._phase is not Phase.LATE:
+            self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
 
     def _end_loop(self, token: object | None) -> None:
         """Count the step in which the script has left the loop if its reduction was made; else its batch comes again.
@@ -329,23 +281,10 @@ class Elastic:
             raise TrainError(ONE_HAS_LEFT)
         if not dropped and self._phase is not Phase.REHEARSING:
             self._save()
-        connection = self._connection
-        if self._phase is Phase.REHEARSING:
-            assert connection is not None
-            self._end_rehearsal(connection)
-            return False
-        if connection is None or self._live is None:
-            return True
-        number, ends = self._worlds, self._model.failed or connection.asked
-        if self._model.failed and self._phase is Phase.JOINING:
-            self._live.end_if_over(OVER)
-        if ends and self._phase is not Phase.JOINING and not dropped and self._steps_left == 0 and self._live.size > 1:
-            return True  # the others do what comes between two epochs already, in this world: this rank must not do it alone in the next
-        if ends:
-            self._leave(connection)
-            self._enter(connection)
-        elif not self._attempted(connection, partial(self._go_on, self._live)):
-            self._enter(connection)
+        number = self._worlds
+        is_alone = self._live is not None and self._live.size == 1
+        facts = (NONE if dropped else Fact.COUNTS) | (NONE if self._steps_left else Fact.EPOCH_ENDS) | (Fact.ALONE if is_alone else NONE)
+        self._happens(Event.STEP_ENDS, facts | self._round_over)
         return self._worlds == number
 
     @property
@@ -353,39 +292,37 @@ class Elastic:
         """Return how many steps are left in the epoch after one that counts."""
         return self._loader.left if self._loader.consumed else 0
 
-    def _go_on(self, live: LiveRound) -> None:
+    def _change_world(self) -> Following | None:
         """Do what is due after a step to go on to the next world of the round, if there is one."""
+        live = self._live
+        assert live is not None
         if self._change is None:
             if ADMIT not in self._model.agreement.requests:
-                return
+                return None
             if self._switch.plans:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
-                self._change = WorldChange(live, self._model, self.state, _backend, _timeout)
+                self._change = WorldChange(live, self._model, self.state, Given.backend, Given.timeout)
         elif self._change.after_step(self._steps_left):
-            self._begin_world(live)
+            return Event.ALL_WHOLE, NONE
+        return None
 
-    def _begin_world(self, live: LiveRound) -> None:
-        """Begin to share the data in the world that this rank has switched to, and in which all ranks are whole now."""
-        assert self._change is not None and self._change.world is not None
-        self._close_checkpoints()
+    def _share_data(self) -> None:
+        """Share the data in the world that this rank has switched to, and in which all ranks are whole now."""
+        live = self._live
+        assert live is not None and self._change is not None and self._change.world is not None
+        self._checkpoints.close()
         world, self._change = self._change.world, None
         live.begin(world)
         self._loader.set_world(live.rank, live.size)
         live_sockets.begin()  # the checkpoints make a group of their own
-        self._begin(restores=False)
-        live_sockets.end()
-        self._wait_for_others(live)
 
     def _save(self) -> None:
         """Offer the state to the checkpointer. If a peer is lost meanwhile the agent says so, and the step counts all the same."""
-        if self._checkpoints is None:
-            return
         try:
-            if self._checkpoints.save(self.state.step, self.state):
-                self._save_failed = False
+            self._checkpoints.offer()
         except RuntimeError as error:
-            if self._connection is None or self._fails_again(error) or not self._is_asked(self._connection, error):
+            if not self._is_loss(error):
                 raise
 
     def save(self) -> None:
@@ -402,8 +339,9 @@ class Elastic:
         try:
             self._end_loop(self._open)
             settle()
-            if self._phase is Phase.LATE:
-                self._catch_up()
+            was_late = self._phase is Phase.LATE
+            self._happens(Event.COMES_BACK)
+            if was_late:
                 self._must_be_whole()
             else:
                 self._leave_loop()
@@ -436,13 +374,12 @@ class Elastic:
 
     def _save_together(self) -> None:
         """Publish the last step with the ranks that are left, unless these have seen it published, and have gone on."""
-        connection = self._connection
-        if connection is None or self._live is None:
-            self._publish()
-            return
-        while self._phase is not Phase.LATE and not self._attempted(connection, self._publish):
-            self._enter(connection)
-            self._must_be_whole()
+        number = None
+        while number != self._round:
+            if number is not None:
+                self._must_be_whole()
+            number = self._round
+            self._happens(Event.SAVES)
 
     def _must_be_whole(self) -> None:
         """Raise TrainError if this worker, which was cut off for long, would leave the script with a part of the others' state."""
@@ -451,17 +388,48 @@ class Elastic:
 
     def _publish(self) -> None:
         """Save the state of the last step, unless it comes from the newest checkpoint, and wait until it is published."""
-        checkpoints = self._checkpoints
-        if checkpoints is None:
-            return
-        if self._model.failed and self._live is not None:  # others may have completed a step that this rank has not
-            raise ReductionFailed("a peer was lost in the last step")
-        if checkpoints.restored == self.state.step:
-            return
-        checkpoints.save(self.state.step, self.state, now=True)
-        with saving():
-            checkpoints.wait(LAST_SAVE)
-        self._save_failed = False
+        if self._checkpoints.current is not None and self._model.failed and self._live is not None:
+            raise ReductionFailed("a peer was lost in the last step")  # others may have completed a step that this rank has not
+        self._checkpoints.publish()
+
+    # -- phases ---------------------------------------------------------------------------------------------------------
+
+    def _happens(self, event: Event, facts: Fact = NONE) -> None:
+        """Do what follows ``event`` in the present phase, and what follows that in turn."""
+        following: Following | None = (event, facts)
+        while following is not None:
+            self._phase, actions = phases.step(self._phase, *following)
+            following = self._perform(actions)
+
+    def _perform(self, actions: Sequence[Action]) -> Following | None:
+        """Do ``actions``, each by the method of its name. Return the event with which the last one has ended."""
+        following = None
+        try:
+            for action in actions:
+                following = getattr(self, f"_{action.name.lower()}")()
+        except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
+            if not self._is_loss(error):
+                raise
+            following = Event.PEERS_LOST, NONE
+        return following
+
+    def _is_loss(self, error: Exception) -> bool:
+        """Return whether ``error`` comes from a lost peer: the agent asks this worker to leave its round then."""
+        connection = self._connection
+        if connection is None or not phases.can(self._phase, Event.PEERS_LOST) or isinstance(error, ModelMismatch | WrongUse):
+            return False
+        has_begun = self._settled == max(self._round, 1)  # else the error is not that of a save
+        is_lost = live_sockets.is_cut or connection.asked
+        if isinstance(error, CheckpointError) and has_begun and not is_lost and self._checkpoints.fails_again():
+            return False
+        if self._phase is Phase.JOINING:
+            self._end_if_over()
+        return connection.wait_until_asked(PATIENCE, self.state.step, f"{type(error).__name__}: {error}")
+
+    @property
+    def _round_over(self) -> Fact:
+        is_asked = self._connection is not None and self._connection.asked
+        return Fact.ROUND_OVER if self._model.failed or is_asked else NONE
 
     # -- changes of the world -----------------------------------------------------------------------------------------
 
@@ -473,192 +441,151 @@ class Elastic:
         self._switch.interrupt("the agent ends this round")
         abort_groups()
 
-    def _leave(self, connection: LiveConnection) -> None:
+    def _leave(self) -> None:
         """Take no part in the round any more, and promise that. Its checkpoints end before: nothing of it may be published later."""
-        self._phase = Phase.LEFT
-        self._close_checkpoints()
+        self._checkpoints.close()
         if self._change is not None:
             self._change.abandon()
             self._change = None
         if self._live is not None:
             self._live.leave()
-            self._live = None
         live_sockets.cut()  # the agent may not have heard yet, and groups of the script's own have other peers than the lost one
-        live_sockets.forget()
-        connection.leave(self.state.step, self._settled)
+        self._promise(self.state.step)
         groups = leave_groups()
         self._switch.leave()  # while the agents form the next round
         end_beside(groups)
 
-    def _close_checkpoints(self) -> None:
-        if self._checkpoints is not None:
-            self._saved = self._checkpoints.last_save
-            self._checkpoints.close(0.0)
-            self._checkpoints = None
+    def _promise(self, steps: int) -> None:
+        """Tell the agent that this worker, which has made so many ``steps``, takes no part in the round."""
+        assert self._connection is not None
+        self._live = None
+        live_sockets.forget()
+        self._connection.leave(steps, self._settled)
 
-    def _enter(self, connection: LiveConnection) -> None:
-        """Take part in the next round; in the one after it if that one fails before all have come."""
-        while True:
-            self._round, env = connection.enter(self._round, PATIENCE)
-            if env:
-                os.environ.update(env)
-                begin_round()
-            if self._attempted(connection, partial(self._enter_round, connection)):
-                return
-
-    def _attempted(self, connection: LiveConnection, step: Callable[[], object]) -> bool:
-        """Take part in a world: that of ``step``. Return False if a peer was lost meanwhile; then this rank has left the round."""
-        try:
-            step()
-            return True
-        except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
-            if isinstance(error, ModelMismatch | WrongUse) or self._fails_again(error) or not self._is_asked(connection, error):
-                raise
-            self._leave(connection)
-            return False
-
-    def _fails_again(self, error: Exception) -> bool:
-        """Return whether a save cannot be made for the second time in a row, and no peer is lost: another round would change nothing."""
-        is_lost = live_sockets.is_cut or (self._connection is not None and self._connection.asked)
-        restores = self._settled != max(self._round, 1)  # this world has not begun, so the error is not that of a save
-        if not isinstance(error, CheckpointError) or is_lost or restores:
-            return False
-        again, self._save_failed = self._save_failed, True
-        return again
-
-    def _is_asked(self, connection: LiveConnection, error: Exception) -> bool:
-        """Return whether the agent asks this worker to leave its round, so that ``error`` comes from a lost peer."""
-        if self._live is not None and self._phase is Phase.JOINING:
+    def _end_if_over(self) -> None:
+        if self._live is not None:
             self._live.end_if_over(OVER)
-        return connection.wait_until_asked(PATIENCE, self.state.step, f"{type(error).__name__}: {error}")
 
-    def _enter_round(self, connection: LiveConnection) -> None:
-        """Take part in the first world of the round that this rank is in; a new worker rehearses before, if others train already.
+    def _wait_for_round(self) -> Following:
+        """Take part in the next round, when the agent starts it."""
+        assert self._connection is not None
+        self._round, env = self._connection.enter(self._round, PATIENCE)
+        if env:
+            os.environ.update(env)
+            begin_round()
+        return Event.ROUND_BEGINS, NONE
 
-        One with an older state has trained before. It keeps that state until it joins: it may be the newest one that is left by then.
-        """
-        self._phase = Phase.MEETING
+    def _find_world(self) -> Following:
+        """Find out which ranks begin the round."""
+        assert self._connection is not None
+        connection = self._connection
         live_sockets.begin()
         self._live = live = LiveRound(self._round, lambda: connection.asked)
-        first = live.find_first()
-        if not live.has(first) and self._rehearsal is None and self._settled == 0:
-            self._begin_rehearsal(connection)
-            return
-        world = live.enter()
-        if not live.has(first):
-            self._join(live, world)
-            return
-        live.begin(world)
-        self._make_world(live)
+        is_in = live.has(live.find_first())
+        is_prepared = self._rehearsal is not None or self._settled > 0
+        return Event.WORLD_FOUND, Fact.IN_WORLD if is_in else Fact.PREPARED if is_prepared else NONE
 
-    def _begin_rehearsal(self, connection: LiveConnection) -> None:
+    def _enter_world(self) -> None:
+        """Come to the first world of the round, with all of its ranks."""
+        assert self._live is not None
+        self._live.begin(self._live.enter())
+
+    def _wait_until_taken_in(self) -> Following:
+        assert self._live is not None
+        self._live.enter()
+        return Event.TAKEN_IN, NONE
+
+    def _begin_rehearsal(self) -> None:
         """Let the script make a step by itself, while this worker takes part in no round: it may be parked meanwhile."""
         assert self._live is not None
         self._live.leave()
-        self._live = None
-        live_sockets.forget()
-        connection.leave(0, 0)
+        self._promise(0)
         self._be_alone()
         self._loader.set_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        self._rehearsal, self._phase = Rehearsal(self.state, self._model, self._loader), Phase.REHEARSING
+        self._rehearsal = Rehearsal(self.state, self._model, self._loader)
 
     def _be_alone(self) -> None:
         """Have a world of this rank alone, if it has left a round before it had the state of the others."""
         if not dist.is_initialized():
-            _init_alone()
+            init_alone()
             self._model.set_group(init_sync=False)
 
-    def _end_rehearsal(self, connection: LiveConnection) -> None:
-        """Forget what the rehearsal has changed, and take part in the newest round."""
+    def _end_rehearsal(self) -> None:
+        """Forget what the rehearsal has changed. The round for which it was made may still be the newest."""
         assert self._rehearsal is not None
         self._rehearsal.undo()
-        self._phase = Phase.LEFT
         self._round -= 1
         self._worlds += 1
-        self._enter(connection)
 
-    def _join(self, live: LiveRound, world: World) -> None:
-        """Take part in ``world``, whose other ranks train already. Their state comes with the next steps."""
-        self._phase, self._settled = Phase.JOINING, 0  # an older state that this rank may have is overwritten slice by slice
+    def _join(self) -> None:
+        """Take part in a world whose other ranks train already. Their state comes with the next steps."""
+        live, self._settled = self._live, 0  # an older state that this rank may have is overwritten slice by slice
+        assert live is not None
         if self._rehearsal is None:
             self._rehearsal = Rehearsal(self.state, self._model, self._loader)  # to be brought back if nobody has a whole state then
         self._be_alone()
-        self._change = change = WorldChange(live, self._model, self.state, _backend, _timeout, world)
+        self._change = change = WorldChange(live, self._model, self.state, Given.backend, Given.timeout, live.takes_in)
         self._loader.set_world(0, change.sharing)
         self._worlds += 1
         self._before.take()
 
-    def _make_world(self, live: LiveRound | None) -> None:
-        """Make the process groups of a world, and agree on the state. ``live``: its round; None: all that the launcher has started."""
+    def _make_groups(self) -> Following:
+        """Make the process groups of a world, or of all that the launcher has started, and agree on the state."""
         end_beside(leave_groups())
         c10d._world.group_count = 0  # of which names are made: one that could not be made, as a peer was lost, has been counted
+        live = self._live
         if live is None:
             with one_prefix():
-                dist.init_process_group(_backend, timeout=_timeout)
+                dist.init_process_group(Given.backend, timeout=Given.timeout)
             self._model.set_group(init_sync=False)
-            self._settle()
-            return
+            return self._settle()
         assert live.world is not None
         for request in (ADMIT, SWITCH, WHOLE):
             self._switch.withdraw(request)  # what this rank has asked for in a world that is over
         if self._rehearsal is not None:
             self._rehearsal.train_as_before()  # nobody has a state
         with connecting(live.world):
-            init_default_group(_backend, live.store(live.world), live.rank, live.size, _timeout)
+            init_default_group(Given.backend, live.store(live.world), live.rank, live.size, Given.timeout)
             self._model.set_group(init_sync=False)
-        are_late = self._settle()
-        if live.rank in are_late:
-            self._be_late()
-        elif are_late:
-            live.repeat()
-            self._make_world(live)
-        else:
-            live_sockets.end()
-            self._wait_for_others(live)
+        return self._settle()
 
     def _be_late(self) -> None:
         """Let the script do what is left until the next batch, or the next ``save``. The others have done it: collectives fail until then.
 
         What it changes in the state is not kept: that is the state of the others, who have made that change.
         """
-        self._before.take()
-        self._late, self._phase = StateKept(self.state, self._before.others), Phase.LATE
+        self._before.take_all()
         self._worlds += 1
         live_sockets.end()  # those of the script, from now on, are not cut
         live_sockets.cut()
         self._switch.interrupt("the other ranks are in the next epoch")
         abort_groups()
 
-    def _catch_up(self) -> None:
-        """Go on with the others, in the next world, if they wait there for this rank."""
-        connection = self._connection
-        if self._phase is Phase.LATE:
-            assert connection is not None and self._late is not None
-            self._before.restore()
-            self._late.put_back(self.state)
-            self._late, self._phase = None, Phase.MEETING
-            if not self._attempted(connection, self._enter_next):
-                self._enter(connection)
-
-    def _enter_next(self) -> None:
-        """Take part in the next world of the round. The connection to its store was cut with those of the groups."""
+    def _put_back(self) -> None:
+        """Undo what the script of a late rank has changed. The connection to the store of the round was cut with those of the groups."""
+        self._before.restore_all()
         live_sockets.forget()
         live_sockets.begin()
         assert self._live is not None
         self._live.reconnect()
-        self._live.repeat()
-        self._make_world(self._live)
 
-    def _wait_for_others(self, live: LiveRound) -> None:
+    def _meet_again(self) -> None:
+        """Come to a world of the same ranks. Those that were ahead wait here for the late ones."""
+        assert self._live is not None
+        self._live.repeat()
+
+    def _look_for_others(self) -> None:
         """Take the other workers of the round in when they are ready; tell the agent if none is missing."""
-        live.look_for_ready(lambda: self._model.request(ADMIT))
-        if live.whole and self._connection is not None:
+        assert self._live is not None and self._connection is not None
+        live_sockets.end()
+        self._live.look_for_ready(lambda: self._model.request(ADMIT))
+        if self._live.whole:
             self._connection.gathered()
 
-    def _settle(self) -> list[int]:
+    def _settle(self) -> Following:
         """Give all ranks the state of the furthest one; where nobody has trained, that of the newest checkpoint, or rank 0's.
 
-        Return the ranks that are late in the script: all have to meet again, in another world, when these have come as far as the others.
+        Where ranks are late in the script, all have to meet again, in another world, when these have come as far as the others.
         """
         world = dist.group.WORLD
         assert world is not None
@@ -670,32 +597,31 @@ class Elastic:
             self._rehearsal.forget()
         if behind:
             copy_state(self.state, source, rank in behind, world)
-        are_late = [] if begins_anew else late([theirs[2:-1] for theirs in everyone])
-        if not are_late:
-            self._begin(restores=begins_anew)
-        elif rank in are_late:
+        if begins_anew:
+            return Event.AGREED, Fact.NEW
+        are_late = late([theirs[2:-1] for theirs in everyone])
+        if rank in are_late:
             self._tried = 1 + max(-theirs[-1] for theirs in everyone)  # it gets the state once more when all meet
-        return are_late
+            return Event.AGREED, Fact.BEHIND
+        return Event.AGREED, Fact.AHEAD if are_late else NONE
 
     def _place(self) -> tuple[int, bool, int]:
         """Return how far this rank is in the script: its epoch, whether it is within that, and calls of ``save`` since the one before."""
         return self._loader.epoch, not self._saves, self._saves_done
 
-    def _begin(self, restores: bool = True) -> None:
-        """Begin to train in this world. ``restores``: from the newest checkpoint, if there is one."""
-        if self._make_checkpoints is not None:
-            begin_world()
-            world = self._live.world if self._live is not None else None
-            with connecting(world) if world is not None else nullcontext():
-                self._checkpoints = self._make_checkpoints()
-            if self._saved is not None:
-                self._checkpoints.continue_from(self._saved)  # or none would be due where worlds change more often
-            if restores:
-                self._checkpoints.restore(self.state)
+    def _begin_anew(self) -> None:
+        """Begin to train with the newest checkpoint, if there is one."""
+        self._begin(restores=True)
+
+    def _begin(self, restores: bool = False) -> None:
+        """Begin to train in this world."""
+        world = self._live.world if self._live is not None else None
+        with connecting(world) if world is not None else nullcontext():
+            self._checkpoints.begin(restores)
         self._model.check_replicas(gradually=True)
         self._settled, self._tried = max(self._round, 1), 0
         self._worlds += 1
-        self._rehearsal, self._phase = None, Phase.FIXED if self._live is None else Phase.TRAINING
+        self._rehearsal = None
         self._before.take()
         self._on_change(dist.get_rank(), dist.get_world_size())
 
@@ -710,51 +636,3 @@ class _Steps:
         for step in self._loader.steps_in_any_world(self._model):
             step.done()
             yield step
-
-
-def _parts(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoader]:
-    """Return the module that reduces, and the loader. Raises TrainError if the state has none, or several."""
-    models = [part for part in state.values() if isinstance(part, DistributedDataParallel)]
-    loaders = [part for part in state.values() if isinstance(part, ElasticDataLoader)]
-    if len(models) != 1 or len(loaders) != 1:
-        raise WrongUse(
-            "Elastic needs a state with one DistributedDataParallel of elastirun.train and one ElasticDataLoader, "
-            f"this one has {len(models)} and {len(loaders)}"
-        )
-    for name, part in state.items():
-        is_ours = part is loaders[0] or isinstance(part, nn.Module)
-        if not is_ours and hasattr(part, "state_dict") and hasattr(part, "__iter__"):
-            raise WrongUse(
-                f"Elastic cannot bring back {name!r}, a loader with a position of its own, to where it was before a "
-                "step that does not count: have its samples in the dataset of the ElasticDataLoader, or find them by run.step"
-            )
-    return models[0], loaders[0]
-
-
-def _connect() -> LiveConnection | None:
-    """Connect to the agent; None if there is none. Raises TrainError if it cannot be reached."""
-    if not os.environ.get(VARIABLE):
-        return None
-    try:
-        return LiveConnection()
-    except OSError as error:
-        raise TrainError(f"the agent cannot be reached at the socket {os.environ[VARIABLE]}: {error.strerror}") from None
-
-
-def _check(model: DistributedDataParallel) -> None:
-    """Raise TrainError if the model cannot change worlds."""
-    if dist.get_world_size() > 1:
-        raise WrongUse("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
-    if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
-        raise WrongUse(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
-    if (_connection is not None or LAUNCHED in os.environ) and reducing() > 1:
-        gc.collect()  # the script may have replaced one
-        if (number := reducing()) > 1:
-            raise WrongUse(
-                "Elastic works with one DistributedDataParallel in a process, whose group changes with the world, "
-                f"and there are {number}: have the networks in one module, and one backward for each batch"
-            )
-    if WorldSwitch(model).hook_with_state:
-        raise WrongUse("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
-    if WorldSwitch(model).steps_in_backward:
-        raise WrongUse("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")

@@ -39,10 +39,12 @@ from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups, rank_prefix
 from elastirun.train.groups.connections import _sockets, live_sockets
 from elastirun.train.live.live_round import LiveRound
-from elastirun.train.live.phases import Phase
-from elastirun.train.live.state_copy import StateKept, copy_state
+from elastirun.train.live.phases import Event, Fact, Phase
+from elastirun.train.live.script_checks import check
+from elastirun.train.live.state_copy import copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange
+from elastirun.train.live.world_checkpoints import WorldCheckpoints
 from elastirun.train.reduction.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.worker.live_messages import VARIABLE
 from elastirun.worker.live_worlds import World
@@ -145,7 +147,7 @@ def test_a_second_module_that_is_not_in_the_state_is_refused(monkeypatch: pytest
             elastic.Elastic(state)
         del second
         average = copy.deepcopy(model)
-        elastic._check(model)
+        check(model)
         assert average.training
     finally:
         dist.destroy_process_group()
@@ -372,7 +374,8 @@ def joins(rank: int, world: int, port: int) -> bool:
     training = object.__new__(elastic.Elastic)
     training._model = SimpleNamespace(set_group=lambda init_sync: None)  # type: ignore[assignment]
     training._settle = lambda: None  # type: ignore[method-assign]
-    training._make_world(None)
+    training._live = None
+    training._make_groups()
     dist.barrier()
     return dist.get_world_size() == world
 
@@ -470,14 +473,16 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
 
     training = object.__new__(elastic.Elastic)
 
-    def enter(connection: Any) -> None:
-        training._checkpoints, training._phase = checkpoints("second", lambda limit: None), Phase.TRAINING if whole else Phase.JOINING
+    def enter() -> None:
+        training._checkpoints.current, training._round = checkpoints("second", lambda limit: None), 2
+        training._phase = Phase.TRAINING if whole else Phase.JOINING
 
-    training.state, training._live = SimpleNamespace(step=7), SimpleNamespace()  # type: ignore[assignment]
+    training.state, training._live, training._phase = SimpleNamespace(step=7), SimpleNamespace(), Phase.TRAINING  # type: ignore[assignment]
     training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
     training._model, training._round, training._settled = SimpleNamespace(failed=False), 1, 1  # type: ignore[assignment]
-    training._checkpoints, training._leave_loop = checkpoints("first", lose), lambda: None  # type: ignore[method-assign]
-    training._leave, training._enter = lambda connection: done.append("leaves"), enter  # type: ignore[method-assign]
+    training._checkpoints, training._leave_loop = WorldCheckpoints(training.state, None), lambda: None  # type: ignore[method-assign]
+    training._checkpoints.current = checkpoints("first", lose)
+    training._leave, training._wait_for_round = lambda: done.append("leaves"), enter  # type: ignore[assignment, method-assign]
     training.save()
     return done
 
@@ -485,12 +490,15 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
 def test_wrong_use_within_a_round_is_no_lost_peer() -> None:
     """The agent would be told of lost peers first, after ten seconds."""
     training = object.__new__(elastic.Elastic)
+    training._phase = Phase.TRAINING
+    training._connection = SimpleNamespace(wait_until_asked=lambda *given: pytest.fail("it asks"))  # type: ignore[assignment]
 
     def enters() -> None:
         raise WrongUse("a loader with scale= cannot go on in another world")
 
+    training._publish = enters  # type: ignore[method-assign]
     with pytest.raises(WrongUse):
-        training._attempted(SimpleNamespace(wait_until_asked=lambda *given: pytest.fail("it asks")), enters)  # type: ignore[arg-type]
+        training._happens(Event.SAVES)
 
 
 def test_a_save_that_loses_a_peer_is_made_in_the_next_round() -> None:
@@ -543,7 +551,8 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     store = dist.HashStore()  # type: ignore[attr-defined]
     live = SimpleNamespace(rank=0, size=1, whole=False, world=World(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None)
     live_sockets.begin()
-    training._make_world(live)  # type: ignore[arg-type]
+    training._live = live  # type: ignore[assignment]
+    training._make_groups()
     step(state, model, next(iter(state["data"])))
     return sorted(model.agreement.requests), model.failed
 
@@ -688,13 +697,13 @@ def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: b
     training._model = SimpleNamespace(failed=failed, _reducer=reducer, agreement=said)  # type: ignore[assignment]
     training._loader, training.state = SimpleNamespace(left=left, consumed=8), SimpleNamespace(step=1)  # type: ignore[assignment]
     training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[], changed=[], verify_groups=lambda: None)  # type: ignore[assignment]
-    training._checkpoints, training._live = None, SimpleNamespace(size=2)  # type: ignore[assignment]
-    training._connection = SimpleNamespace(asked=True)  # type: ignore[assignment]
+    training._checkpoints, training._live = WorldCheckpoints(training.state, None), SimpleNamespace(size=2)  # type: ignore[assignment]
+    training._connection, training._phase = SimpleNamespace(asked=True), Phase.TRAINING  # type: ignore[assignment]
 
-    def enter(connection: Any) -> None:
+    def enter() -> None:
         training._worlds += 1
 
-    training._leave, training._enter = lambda connection: None, enter  # type: ignore[method-assign]
+    training._leave, training._wait_for_round = lambda: None, enter  # type: ignore[assignment, method-assign]
     assert training._end_step() is same
 
 
@@ -811,7 +820,7 @@ def settling(rank: int, histories: list[tuple[int, ...]]) -> elastic.Elastic:
     state, model = made(rank, init_sync=False)
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._loader = state, model, state["data"]
-    training._make_checkpoints, training._checkpoints, training._on_change = None, None, lambda rank, world: None
+    training._checkpoints, training._on_change = WorldCheckpoints(state, None), lambda rank, world: None
     training._live = None
     training._before = StepSnapshot(state, state["data"])
     training._round, (training._settled, state.step, *tried) = 9, histories[rank]
@@ -823,23 +832,22 @@ def settling(rank: int, histories: list[tuple[int, ...]]) -> elastic.Elastic:
 
 def settles(rank: int, world: int, histories: list[tuple[int, ...]]) -> tuple[dict[str, Any], int, int]:
     training = settling(rank, histories)
-    assert training._settle() == []
+    assert not {Fact.BEHIND, Fact.AHEAD} & {training._settle()[1]}
     return values(training.state), training.state.step, round(float(next(iter(training._model.parameters()))[0, 0]))
 
 
-def come(rank: int, world: int, settled: int, places: list[tuple[int, bool, int]]) -> tuple[list[int], bool, float, int]:
+def come(rank: int, world: int, settled: int, places: list[tuple[int, bool, int]]) -> tuple[str, float, int]:
     """Settle ranks that are at ``places``: the epoch, whether they are in ``save``, and for how many times they have been.
 
-    Rank 2 has traces of a dropped step. Return who is late, if training begins, whose state they have, and what counts against it.
+    Rank 2 has traces of a dropped step. Return what this rank finds out, whose state it has, and what counts against that.
     """
     training = settling(rank, [(settled, 7, int(r == 2)) for r in range(world)])
-    (epoch, training._saves, training._saves_done), begun = places[rank], training._settled
+    epoch, training._saves, training._saves_done = places[rank]
     for _ in range(epoch):
         list(training._loader)
     assert training._loader.epoch == epoch
-    training._settled = begun
-    are_late = training._settle()
-    return are_late, training._settled > begun, next(iter(training._model.parameters()))[0, 0].item(), training._tried
+    _, fact = training._settle()
+    return str(fact), next(iter(training._model.parameters()))[0, 0].item(), training._tried
 
 
 @pytest.mark.parametrize(
@@ -877,8 +885,9 @@ def test_who_has_not_come_as_far_in_the_script_as_others_is_late(
 ) -> None:
     """And has the state of the one that has come furthest, which counts for more, whatever has happened to it on the way."""
     found = run(3, come, settled, places)
-    assert [(are_late, begins) for are_late, begins, _, _ in found] == [(expected, not expected)] * 3
-    states, tried = [state for _, _, state, _ in found], [against for *_, against in found]
+    others = Fact.NEW if settled == 0 else Fact.AHEAD if expected else Fact(0)
+    assert [fact for fact, _, _ in found] == [str(Fact.BEHIND if rank in expected else others) for rank in range(3)]
+    states, tried = [state for _, state, _ in found], [against for *_, against in found]
     first = max(range(3), key=lambda rank: (places[rank][0], not places[rank][1], places[rank][2], -rank))
     assert {states[rank] for rank in expected} <= {float(first)}
     assert all(tried[rank] > max(against for other, against in enumerate(tried) if other not in expected) for rank in expected)
@@ -892,12 +901,16 @@ def late() -> tuple[elastic.Elastic, list[str]]:
         _switch = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
 
     training = object.__new__(Late)
-    training._before = SimpleNamespace(take=lambda: done.append("notes"), restore=lambda: done.append("restores"), others=[])  # type: ignore[assignment]
-    training.state = SimpleNamespace(update=lambda parts: None)  # type: ignore[assignment]
+    notes = {"take_all": lambda: done.append("notes"), "restore_all": lambda: done.append("restores")}
+    training._before = SimpleNamespace(**notes)  # type: ignore[assignment]
+    training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
+    training._live = SimpleNamespace(reconnect=lambda: None, repeat=lambda: done.append(f"meets, saves: {training._saves}"))  # type: ignore[assignment]
+    training._phase, training._round, training._settled, training.state = Phase.MEETING, 1, 1, SimpleNamespace(step=1)  # type: ignore[assignment]
+    training._make_groups = lambda: (Event.AGREED, Fact(0))  # type: ignore[method-assign]
+    training._begin = training._look_for_others = lambda: None  # type: ignore[method-assign, misc, assignment]
+    training._leave = lambda: None  # type: ignore[method-assign]
     live_sockets.begin()
-    training._be_late()
-    training._connection, training._live = SimpleNamespace(), SimpleNamespace()  # type: ignore[assignment]
-    training._enter_next = lambda: done.append(f"enters, saves: {training._saves}")  # type: ignore[method-assign]
+    training._happens(Event.AGREED, Fact.BEHIND)
     return training, done
 
 
@@ -905,10 +918,10 @@ def test_what_comes_until_the_next_batch_does_not_count_for_one_who_is_late(monk
     cut: list[bool] = []
     monkeypatch.setattr(live_sockets, "cut", lambda: cut.append(True))
     training, done = late()
-    assert (training._late is not None, training._worlds, cut, done) == (True, 1, [True], ["notes", "interrupted"])
-    training._catch_up()
-    training._catch_up()
-    assert done[2:] == ["restores", "enters, saves: False"] and not training._late
+    assert (training._phase, training._worlds, cut, done) == (Phase.LATE, 1, [True], ["notes", "interrupted"])
+    training._happens(Event.COMES_BACK)
+    training._happens(Event.COMES_BACK)
+    assert done[2:] == ["restores", "meets, saves: False"] and training._phase is Phase.TRAINING
     live_sockets.forget()
 
 
@@ -916,22 +929,21 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     training, done = late()
     published: list[bool] = []
 
-    def lose() -> None:
-        """Lose a peer in the first attempt; be late in the next round."""
-        if not published:
-            training._late, training._phase = StateKept(training.state, ()), Phase.LATE
+    def publish() -> None:
+        """Lose a peer in the first attempt."""
         published.append(training._saves)
+        if len(published) == 1:
+            raise RuntimeError("Connection closed by peer")
 
-    def attempted(connection: Any, step: Any) -> bool:
-        step()
-        return len(published) != 1
+    def wait_for_round() -> None:
+        """Be late in the next round."""
+        training._round, training._phase = 2, Phase.LATE
 
-    training._attempted, training._enter = attempted, lambda connection: None  # type: ignore[method-assign]
-    training._publish = lose  # type: ignore[method-assign]
+    training._publish, training._wait_for_round = publish, wait_for_round  # type: ignore[assignment, method-assign]
     training.save()
-    assert published == [True] and training._phase is Phase.LATE and done[2:] == ["restores", "enters, saves: True"]
+    assert published == [True] and training._phase is Phase.LATE and done[2:] == ["restores", "meets, saves: True"]
     training.save()
-    assert published == [True, True] and (training._late, training._saves, training._saves_done) == (None, False, 2)
+    assert published == [True, True] and (training._phase, training._saves, training._saves_done) == (Phase.TRAINING, False, 2)
     live_sockets.forget()
 
 
@@ -943,11 +955,13 @@ def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypat
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._settled = SimpleNamespace(step=0), None, 4  # type: ignore[assignment]
     training._loader = training._before = SimpleNamespace(set_world=lambda *given: None, take=lambda: None)  # type: ignore[assignment]
-    training._join(None, World(1, (0, 1)))  # type: ignore[arg-type]
+    training._live = SimpleNamespace(takes_in=World(1, (0, 1)))  # type: ignore[assignment]
+    training._join()
     promised: list[tuple[int, int]] = []
-    training._checkpoints = training._change = training._live = None
+    training._checkpoints, training._change, training._live = WorldCheckpoints(training.state, None), None, None
     training._model = SimpleNamespace(_leave_group=lambda: None)  # type: ignore[assignment]
-    training._leave(SimpleNamespace(leave=lambda *given: promised.append(given)))  # type: ignore[arg-type]
+    training._connection = SimpleNamespace(leave=lambda *given: promised.append(given))  # type: ignore[assignment]
+    training._leave()
     assert promised == [(0, 0)]
 
 
@@ -960,9 +974,10 @@ def test_a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_
     monkeypatch.setattr(elastic, "LiveRound", lambda *given: live)
     done: list[str] = []
     training = object.__new__(elastic.Elastic)
-    training._round, training._settled = 5, settled
-    training._begin_rehearsal = lambda connection: done.append("rehearses")  # type: ignore[method-assign]
-    training._join = lambda live, world: done.append("joins")  # type: ignore[method-assign]
-    training._enter_round(SimpleNamespace(asked=False))  # type: ignore[arg-type]
+    training._round, training._settled, training._phase = 5, settled, Phase.LEFT
+    training._connection = SimpleNamespace(asked=False)  # type: ignore[assignment]
+    training._begin_rehearsal = lambda: done.append("rehearses")  # type: ignore[method-assign]
+    training._join = lambda: done.append("joins")  # type: ignore[method-assign]
+    training._happens(Event.ROUND_BEGINS)
     live_sockets.forget()
     assert done == [does]

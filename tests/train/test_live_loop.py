@@ -26,7 +26,7 @@ from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import end_beside, init_default_group, leave_groups
-from elastirun.train.live.phases import Phase
+from elastirun.train.live.phases import Event, Phase
 from elastirun.train.live.state_copy import StateKept
 from elastirun.train.live.step_snapshot import Rehearsal
 from elastirun.train.reduction.control_words import ADMIT
@@ -48,14 +48,15 @@ class Peers:
         training._connection, training._live = self, SimpleNamespace(size=size, end_if_over=lambda limit: None)  # type: ignore[assignment]
         training._phase = Phase.TRAINING
         WorldSwitch(training._model).drop_failed_steps()
-        training._go_on = lambda live: None  # type: ignore[method-assign]
-        training._leave = lambda connection: self.left.append(training.step)  # type: ignore[method-assign]
-        training._enter = lambda connection: self.enter(training)  # type: ignore[method-assign]
+        training._change_world = lambda: None  # type: ignore[method-assign]
+        training._leave = lambda: self.left.append(training.step)  # type: ignore[method-assign]
+        training._wait_for_round = lambda: self.enter(training)  # type: ignore[assignment, method-assign]
 
     def enter(self, training: elastic.Elastic) -> None:
         training._model.set_group(init_sync=False)
         training._worlds += 1
-        self.asked = False
+        training._round += 1
+        training._phase, self.asked = Phase.TRAINING, False
 
 
 @pytest.fixture
@@ -93,7 +94,9 @@ def test_a_worker_whose_older_state_does_not_count_stays_in_the_loop(live: Make,
 
     def enter(training: elastic.Elastic) -> None:
         training._model.set_group(init_sync=False)
-        training._join(training._live, World(1, (0, 1)))  # type: ignore[arg-type]
+        training._phase = Phase.JOINING
+        training._live.takes_in = World(1, (0, 1))  # type: ignore[union-attr]
+        training._join()
 
     monkeypatch.setattr(elastic, "WorldChange", change)
     training._be_alone = lambda: None  # type: ignore[method-assign]
@@ -178,13 +181,43 @@ def test_a_script_that_leaves_the_loop_in_a_failed_step_leaves_its_round_when_it
     assert peers.left == [0] and not training._model.failed
 
 
+def test_a_script_that_left_the_loop_in_the_failed_last_step_gets_no_batch_of_the_epoch_that_the_others_are_in(live: Make) -> None:
+    """They wait until it has done what they have done between the two epochs. It trained alone, lost its peers again, and waited 10 s."""
+    training, peers = live()
+    averaged = average(training.state)
+    training._before, loader = elastic.StepSnapshot(training.state, training._loader), training._loader
+    loader.load_state_dict({**loader.state_dict(), "consumed": 32})
+
+    def enter(training: elastic.Elastic) -> None:
+        """Get the state of the others, who are in the next epoch."""
+        Peers.enter(peers, training)
+        loader.load_state_dict({**loader.state_dict(), "epoch": 1, "consumed": 0})
+        training._phase = Phase.LATE
+        live_sockets.begin()
+        training._be_late()
+        live_sockets.forget()
+
+    peers.enter = enter  # type: ignore[method-assign]
+    for batch in training.batches():
+        lose_a_peer(training)
+        step(training.state, training._model, batch)
+        break
+    assert list(training.batches()) == [] and peers.left == [0]
+    averaged.update_parameters(nn.Linear(4, 2))  # as the others have done
+    training._live.reconnect = training._live.repeat = lambda: None  # type: ignore[method-assign, union-attr]
+    training._make_groups = lambda: Peers.enter(peers, training)  # type: ignore[assignment, method-assign, return-value, func-returns-value]
+    step(training.state, training._model, next(training.batches()))
+    live_sockets.forget()
+    assert averaged.n_averaged.item() == 0 and loader.epoch == 1 and peers.left == [0]
+
+
 def test_a_step_counts_once_where_somebody_still_holds_the_loop(live: Make) -> None:
     """Such as a progress bar."""
     training, _ = live()
     held = training.batches()
     step(training.state, training._model, next(held))
     checkpoints = SimpleNamespace(restored=None, save=lambda number, state, now=False: None, wait=lambda limit: None)
-    training._checkpoints = checkpoints  # type: ignore[assignment]
+    training._checkpoints.current = checkpoints  # type: ignore[assignment]
     training.save()
     assert training.step == 1
     again = training.batches()
@@ -243,7 +276,7 @@ def test_a_backward_that_an_exception_has_interrupted_is_made_before_a_save(live
         found.append(model._reducer.interrupted)
         return True
 
-    training._checkpoints = SimpleNamespace(save=save, restored=None, wait=lambda limit: None)  # type: ignore[assignment]
+    training._checkpoints.current = SimpleNamespace(save=save, restored=None, wait=lambda limit: None)  # type: ignore[assignment]
     for batch in training.batches():
         with model.module.weight.register_hook(_raises), pytest.raises(ValueError, match="of the script"):
             step(training.state, model, batch)
@@ -278,7 +311,7 @@ def test_a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error(live: M
             return True
         raise CheckpointError("the state has a socket") if outcome == "fail" else RuntimeError("Connection closed by peer")
 
-    training._checkpoints = SimpleNamespace(save=save)  # type: ignore[assignment]
+    training._checkpoints.current = SimpleNamespace(save=save)  # type: ignore[assignment]
 
     def train() -> None:
         for batch in training.batches():
@@ -302,9 +335,9 @@ def test_a_last_save_waits_for_a_step_that_this_rank_has_lost(live: Make) -> Non
 
     def enter(training: elastic.Elastic) -> None:
         Peers.enter(peers, training)
-        training._checkpoints = checkpoints("after")
+        training._checkpoints.current = checkpoints("after")
 
-    training._checkpoints, peers.enter = checkpoints("before"), enter  # type: ignore[method-assign]
+    training._checkpoints.current, peers.enter = checkpoints("before"), enter  # type: ignore[method-assign]
     lose_a_peer(training)
     training.save()
     assert done == ["after"] and peers.left == [0]
@@ -315,7 +348,9 @@ def test_without_an_agent_a_state_is_saved_after_an_interrupted_reduction(live: 
     training, _ = live()
     training._live, training._connection, training._phase = None, None, Phase.FIXED
     done: list[int] = []
-    training._checkpoints = SimpleNamespace(restored=None, save=lambda number, state, now: done.append(number), wait=lambda limit: None)  # type: ignore[assignment]
+    training._checkpoints.current = SimpleNamespace(
+        restored=None, save=lambda number, state, now: done.append(number), wait=lambda limit: None
+    )  # type: ignore[assignment]
     lose_a_peer(training)
     training.save()
     assert done == [0]
@@ -324,12 +359,14 @@ def test_without_an_agent_a_state_is_saved_after_an_interrupted_reduction(live: 
 def test_a_restored_step_is_no_reason_to_end_for_a_rank_that_has_lost_the_one_after_it(live: Make) -> None:
     training, peers = live()
     done: list[int] = []
-    training._checkpoints = SimpleNamespace(restored=0)  # type: ignore[assignment]
+    training._checkpoints.current = SimpleNamespace(restored=0)
 
     def enter(training: elastic.Elastic) -> None:
         Peers.enter(peers, training)
         training.state.step = 1  # of another rank
-        training._checkpoints = SimpleNamespace(restored=0, save=lambda number, *given, now: done.append(number), wait=lambda limit: None)  # type: ignore[assignment]
+        training._checkpoints.current = SimpleNamespace(
+            restored=0, save=lambda number, *given, now: done.append(number), wait=lambda limit: None
+        )  # type: ignore[assignment]
 
     peers.enter = enter  # type: ignore[method-assign]
     lose_a_peer(training)
@@ -535,7 +572,7 @@ def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bo
     os.environ.update({name: str(value) for name, value in where.items()})
     elastic.init_process_group()
     training, saved = elastic.Elastic(made(rank)[0]), Together()
-    training._checkpoints = saved  # type: ignore[assignment]
+    training._checkpoints.current = saved  # type: ignore[assignment]
     Peers(training, 2)
     try:
         while training._loader.epoch < epochs[rank]:
@@ -623,8 +660,8 @@ def test_what_a_late_rank_changes_until_it_has_caught_up_is_not_kept(live: Make)
     live_sockets.begin()
     training._be_late()
     averaged.update_parameters(nn.Linear(4, 2))
-    training._enter_next = lambda: None  # type: ignore[method-assign]
-    training._catch_up()
+    training._live.reconnect = lambda: None  # type: ignore[method-assign, union-attr]
+    training._put_back()
     live_sockets.forget()
     assert averaged.n_averaged.item() == 0
 
@@ -683,11 +720,11 @@ def test_what_the_checkpoints_of_a_later_world_wait_for_is_cut(live: Make, monke
     """The agent may ask this worker to leave its round while a peer does not come to the group that the checkpoints make."""
     training, _ = live()
     training._change = SimpleNamespace(world=World(1, (0, 1)))  # type: ignore[assignment]
-    monkeypatch.setattr(training, "_close_checkpoints", lambda: None)
-    monkeypatch.setattr(training, "_wait_for_others", lambda live: None)
+    training._live = SimpleNamespace(begin=lambda world: None, rank=0, size=2)  # type: ignore[assignment]
+    monkeypatch.setattr(training, "_look_for_others", live_sockets.end)
     heard = []
 
-    def begin(restores: bool) -> None:
+    def begin() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as waits:
             with server.accept()[0]:
                 live_sockets.cut()
@@ -697,7 +734,7 @@ def test_what_the_checkpoints_of_a_later_world_wait_for_is_cut(live: Make, monke
 
     monkeypatch.setattr(training, "_begin", begin)
     try:
-        training._begin_world(SimpleNamespace(begin=lambda world: None, rank=0, size=2))  # type: ignore[arg-type]
+        training._happens(Event.ALL_WHOLE)
     finally:
         live_sockets.forget()
     assert heard == [b""]

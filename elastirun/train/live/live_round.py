@@ -66,6 +66,7 @@ class LiveRound:
         self._threads: list[threading.Thread] = []  # that use torch, and end when this worker waits for nobody any more
         self._lock = threading.Lock()
         self.world: World | None = None  # that this worker is in
+        self.takes_in: World | None = None  # the world that takes this new worker in
         self._first = 0  # ranks of world 0
         self._known = False  # the ranks of world 0 have a state, so they are there
         self._store = self._connect()
@@ -110,7 +111,7 @@ class LiveRound:
             return world
         self._say(f"ready/{self._rank}")
         self._store.add("ready", 1)
-        world = self._wait(lambda: self._unless_over(self._world_after(world.number)))
+        self.takes_in = world = self._wait(lambda: self._unless_over(self._world_after(world.number)))
         self._come(world, or_over=True)
         return world
 

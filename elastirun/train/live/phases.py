@@ -1,8 +1,12 @@
-"""The phases of a live worker: what it does in the worlds of its job. Pure (docs/elastic.md)."""
+"""The phases of a live worker, and the table of what it does in each of them. Pure: ``Elastic`` performs (docs/elastic.md).
+
+``step(phase, event, facts)`` returns the next phase and the actions that lead there. An action may end with the next event.
+"""
 
 from __future__ import annotations
 
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
 
 
 class Phase(str, Enum):
@@ -15,3 +19,133 @@ class Phase(str, Enum):
     JOINING = "it makes the steps of the others without weight, and gets their state"
     TRAINING = "it trains"
     LATE = "it has the state of the others, and goes on in its script until it is where they are"
+
+
+class Event(Enum):
+    """The causes of a transition."""
+
+    STARTS = "the model of a worker with an agent is made"
+    ROUND_BEGINS = "the agent has started a round"
+    WORLD_FOUND = "the ranks that begin the round are known"
+    TAKEN_IN = "the ranks that train have written a world with this new one in it, and all of its ranks have come"
+    AGREED = "the ranks of a world have agreed on the state"
+    STEP_ENDS = "the script has come back with its batch, and the save that was due is made"
+    ALL_WHOLE = "all ranks of the world that this one has switched to have the state"
+    COMES_BACK = "the script comes to a loop or to save, after it was in neither"
+    LOOP_BEGINS = "the loop is about to load its first batch"
+    SAVES = "the last step is to be published"
+    PEERS_LOST = "a wait for peers has failed, and the agent ends the round"
+
+
+class Fact(Flag):
+    """What a worker knows when an event comes."""
+
+    IN_WORLD = auto()  # it is one of the ranks that begin the round: it has the newest state, or nobody has one
+    PREPARED = auto()  # it has rehearsed, or has an older state
+    NEW = auto()  # no rank had a state
+    BEHIND = auto()  # another rank has come further in the script
+    AHEAD = auto()  # another rank has not come as far in the script, and none has come further
+    ROUND_OVER = auto()  # a reduction has failed, or the agent asks the worker to leave its round
+    COUNTS = auto()  # the step has its gradients
+    EPOCH_ENDS = auto()  # no step of the epoch is left
+    ALONE = auto()  # the world has no other rank
+
+
+class Action(Enum):
+    """What ``Elastic`` does, each in the method of that name."""
+
+    WAIT_FOR_ROUND = auto()
+    FIND_WORLD = auto()
+    ENTER_WORLD = auto()
+    MAKE_GROUPS = auto()
+    WAIT_UNTIL_TAKEN_IN = auto()
+    JOIN = auto()
+    BEGIN_REHEARSAL = auto()
+    END_REHEARSAL = auto()
+    BEGIN = auto()
+    BEGIN_ANEW = auto()
+    LOOK_FOR_OTHERS = auto()
+    CHANGE_WORLD = auto()
+    SHARE_DATA = auto()
+    BE_LATE = auto()
+    PUT_BACK = auto()
+    MEET_AGAIN = auto()
+    PUBLISH = auto()
+    END_IF_OVER = auto()
+    LEAVE = auto()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One transition. It holds if all of ``given`` are facts, and no row before it for the same phase and event holds."""
+
+    phase: Phase
+    event: Event
+    given: Fact
+    then: Phase
+    actions: tuple[Action, ...] = ()
+
+
+Following = tuple[Event, Fact]  # what comes after an action
+NONE = Fact(0)
+FIXED, LEFT, MEETING, REHEARSING, JOINING, TRAINING, LATE = Phase
+GOES = (Action.LEAVE, Action.WAIT_FOR_ROUND)
+OF_SCRIPT = (Event.STEP_ENDS, Event.COMES_BACK, Event.LOOP_BEGINS, Event.SAVES)  # may come in any phase; without a row nothing follows
+ROWS = (
+    # A world that never changes: alone, of another launcher, or of another backend. An error there is nobody's loss.
+    Row(FIXED, Event.ROUND_BEGINS, NONE, FIXED, (Action.MAKE_GROUPS,)),
+    Row(FIXED, Event.AGREED, NONE, FIXED, (Action.BEGIN_ANEW,)),
+    Row(FIXED, Event.SAVES, NONE, FIXED, (Action.PUBLISH,)),
+    # Between two rounds the agent alone says what comes.
+    Row(LEFT, Event.STARTS, NONE, LEFT, (Action.WAIT_FOR_ROUND,)),
+    Row(LEFT, Event.ROUND_BEGINS, NONE, MEETING, (Action.FIND_WORLD,)),
+    # Ranks with a state train on at once. Another one has to be ready before it is taken in, so as to cost them milliseconds only. An older
+    # state is kept until then: it may be the newest one that is left.
+    Row(MEETING, Event.WORLD_FOUND, Fact.IN_WORLD, MEETING, (Action.ENTER_WORLD, Action.MAKE_GROUPS)),
+    Row(MEETING, Event.WORLD_FOUND, Fact.PREPARED, MEETING, (Action.WAIT_UNTIL_TAKEN_IN,)),
+    Row(MEETING, Event.WORLD_FOUND, NONE, REHEARSING, (Action.BEGIN_REHEARSAL,)),
+    Row(MEETING, Event.TAKEN_IN, NONE, JOINING, (Action.JOIN,)),
+    # The last reduction of an epoch may fail on some ranks only. The others wait for these, and all meet in another world.
+    Row(MEETING, Event.AGREED, Fact.BEHIND, LATE, (Action.BE_LATE,)),
+    Row(MEETING, Event.AGREED, Fact.AHEAD, MEETING, (Action.MEET_AGAIN, Action.MAKE_GROUPS)),
+    Row(MEETING, Event.AGREED, Fact.NEW, TRAINING, (Action.BEGIN_ANEW, Action.LOOK_FOR_OTHERS)),
+    Row(MEETING, Event.AGREED, NONE, TRAINING, (Action.BEGIN, Action.LOOK_FOR_OTHERS)),
+    Row(MEETING, Event.PEERS_LOST, NONE, LEFT, GOES),
+    # A worker that rehearses is in no round, so nobody waits for it, and it loses no peers. What it does is undone.
+    Row(REHEARSING, Event.STEP_ENDS, NONE, LEFT, (Action.END_REHEARSAL, Action.WAIT_FOR_ROUND)),
+    Row(REHEARSING, Event.SAVES, NONE, REHEARSING, (Action.PUBLISH,)),
+    # A worker with a part of the state ends well if training ends just then: the others need it no more.
+    Row(JOINING, Event.STEP_ENDS, Fact.ROUND_OVER, LEFT, (Action.END_IF_OVER, *GOES)),
+    Row(JOINING, Event.STEP_ENDS, NONE, JOINING, (Action.CHANGE_WORLD,)),
+    Row(JOINING, Event.ALL_WHOLE, NONE, TRAINING, (Action.SHARE_DATA, Action.BEGIN, Action.LOOK_FOR_OTHERS)),
+    Row(JOINING, Event.LOOP_BEGINS, Fact.ROUND_OVER, LEFT, GOES),
+    Row(JOINING, Event.SAVES, NONE, JOINING, (Action.PUBLISH,)),
+    Row(JOINING, Event.PEERS_LOST, NONE, LEFT, GOES),
+    # After the last step of an epoch the others do what comes between two epochs, in this world: no rank must do it alone in the next one.
+    Row(TRAINING, Event.STEP_ENDS, Fact.ROUND_OVER | Fact.ALONE, LEFT, GOES),
+    Row(TRAINING, Event.STEP_ENDS, Fact.ROUND_OVER | Fact.COUNTS | Fact.EPOCH_ENDS, TRAINING),
+    Row(TRAINING, Event.STEP_ENDS, Fact.ROUND_OVER, LEFT, GOES),
+    Row(TRAINING, Event.STEP_ENDS, NONE, TRAINING, (Action.CHANGE_WORLD,)),
+    Row(TRAINING, Event.ALL_WHOLE, NONE, TRAINING, (Action.SHARE_DATA, Action.BEGIN, Action.LOOK_FOR_OTHERS)),
+    Row(TRAINING, Event.LOOP_BEGINS, Fact.ROUND_OVER, LEFT, GOES),
+    Row(TRAINING, Event.SAVES, NONE, TRAINING, (Action.PUBLISH,)),
+    Row(TRAINING, Event.PEERS_LOST, NONE, LEFT, GOES),
+    # A late rank meets the others where its script comes to the next loop or save. A loop in which it has become late has no batch, as its
+    # epoch is over, and a save has nothing to publish: the others have done both. So there is no row for these.
+    Row(LATE, Event.COMES_BACK, NONE, MEETING, (Action.PUT_BACK, Action.MEET_AGAIN, Action.MAKE_GROUPS)),
+)
+
+
+def can(phase: Phase, event: Event) -> bool:
+    """Return whether ``event`` may come in ``phase``."""
+    return any((row.phase, row.event) == (phase, event) for row in ROWS)
+
+
+def step(phase: Phase, event: Event, facts: Fact = NONE) -> tuple[Phase, tuple[Action, ...]]:
+    """Return the phase that follows, and what to do in it, in this order. An event that cannot come is a bug, and raises RuntimeError."""
+    for row in ROWS:
+        if (row.phase, row.event) == (phase, event) and row.given in facts:
+            return row.then, row.actions
+    if event in OF_SCRIPT:
+        return phase, ()
+    raise RuntimeError(f"impossible event of a live worker: {event.name} in phase {phase.name}")

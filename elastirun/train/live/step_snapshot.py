@@ -66,10 +66,22 @@ class StepSnapshot:
 
     def take(self) -> None:
         """Note where the run stands."""
+        self._kept_others: StateKept | None = None
         self._data = self._loader.state_dict()
         self._rates = [dict(scheduler.state_dict()) for scheduler in self._schedulers]
         self._options = [_options(group) for group in self._groups()] if self._schedulers else []
         self._marks = {name: _mark(self._state[name]) for name in self.others}
+
+    def take_all(self) -> None:
+        """Note where the run stands, and keep a copy of ``others``, until the next ``take``."""
+        self.take()
+        self._kept_others = StateKept(self._state, self.others)
+
+    def restore_all(self) -> None:
+        """Go back to where the run stood, and put ``others`` back as they were."""
+        self.restore()
+        assert self._kept_others is not None
+        self._kept_others.put_back(self._state)
 
     def restore(self) -> None:
         """Go back to where the run stood."""
