@@ -355,6 +355,8 @@ class Elastic:
         Raises TrainError if not: where a script counts batches or epochs by itself, a rank that came later may
         still be in the loop, and the two would wait for each other.
         """
+        if self._phase is Phase.REHEARSING:
+            return  # the rehearsal ends when the script comes back to the loop
         left, self._left, number, trained = self._left, None, self._round, self._trains
         if self._live is None:
             return

@@ -48,6 +48,9 @@ def be_late(what):
     if dies.startswith(what) and os.environ["ELASTIRUN_ROUND"] == "1" and dist.get_rank() == 2:
         if what in ("reduction", "leaves"):
             model._reducer._broken = ReductionFailed("it has failed here alone")
+            if what == "leaves":
+                model._reducer.completed -= 1
+                optimizer.zero_grad()
             return
         while not run._connection.asked:
             time.sleep(0.01)
@@ -83,7 +86,7 @@ while loader.epoch < EPOCHS:
                 if f"{what} {run.step // 5 + 1} 1" == dies:
                     be_late(what)
         optimizer.step()
-        if dies.startswith("leaves") and model.failed:
+        if dies.startswith("leaves") and model.failed and run.step == 4:
             break
         if dies.startswith("break") and run.step == LEFT_AT - 1:
             break

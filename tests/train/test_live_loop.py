@@ -211,6 +211,21 @@ def test_a_script_that_left_the_loop_in_the_failed_last_step_gets_no_batch_of_th
     assert averaged.n_averaged.item() == 0 and loader.epoch == 1 and peers.left == [0]
 
 
+def test_a_new_worker_whose_script_leaves_the_loop_and_saves_ends_its_rehearsal_when_it_comes_back(live: Make) -> None:
+    """It rehearsed for ever where the script left the loop after each first step."""
+    training, _ = live()
+    training._live, training._phase = None, Phase.REHEARSING
+    ended: list[bool] = []
+    training._end_rehearsal = lambda: ended.append(True)  # type: ignore[method-assign]
+    for batch in training.batches():
+        step(training.state, training._model, batch)
+        break
+    training.save()
+    assert not ended
+    next(training.batches())
+    assert ended == [True] and training.step == 0
+
+
 def test_a_step_counts_once_where_somebody_still_holds_the_loop(live: Make) -> None:
     """Such as a progress bar."""
     training, _ = live()

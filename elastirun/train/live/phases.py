@@ -111,15 +111,13 @@ ROWS = (
     Row(MEETING, Event.AGREED, Fact.NEW, TRAINING, (Action.BEGIN_ANEW, Action.LOOK_FOR_OTHERS)),
     Row(MEETING, Event.AGREED, NONE, TRAINING, (Action.BEGIN, Action.LOOK_FOR_OTHERS)),
     Row(MEETING, Event.PEERS_LOST, NONE, LEFT, GOES),
-    # A worker that rehearses is in no round, so nobody waits for it, and it loses no peers. What it does is undone.
+    # A worker that rehearses is in no round, so nobody waits for it, and it loses no peers. What it does is undone. It has nothing to save.
     Row(REHEARSING, Event.STEP_ENDS, NONE, LEFT, (Action.END_REHEARSAL, Action.WAIT_FOR_ROUND)),
-    Row(REHEARSING, Event.SAVES, NONE, REHEARSING, (Action.PUBLISH,)),
     # A worker with a part of the state ends well if training ends just then: the others need it no more.
     Row(JOINING, Event.STEP_ENDS, Fact.ROUND_OVER, LEFT, (Action.END_IF_OVER, *GOES)),
     Row(JOINING, Event.STEP_ENDS, NONE, JOINING, (Action.CHANGE_WORLD,)),
     Row(JOINING, Event.ALL_WHOLE, NONE, TRAINING, (Action.SHARE_DATA, Action.BEGIN, Action.LOOK_FOR_OTHERS)),
     Row(JOINING, Event.LOOP_BEGINS, Fact.ROUND_OVER, LEFT, GOES),
-    Row(JOINING, Event.SAVES, NONE, JOINING, (Action.PUBLISH,)),
     Row(JOINING, Event.PEERS_LOST, NONE, LEFT, GOES),
     # After the last step of an epoch the others do what comes between two epochs, in this world: no rank must do it alone in the next one.
     Row(TRAINING, Event.STEP_ENDS, Fact.ROUND_OVER | Fact.ALONE, LEFT, GOES),
