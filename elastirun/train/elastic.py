@@ -28,11 +28,10 @@ from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import abort_groups, end_beside, init_default_group, leave_groups
 from elastirun.train.groups.rank_prefix import one_prefix
 from elastirun.train.live import phases
-from elastirun.train.live.first_group import LAUNCHED, LIVE, Given, init_alone
-from elastirun.train.live.first_group import init_process_group as init_process_group
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.phases import NONE, Action, Event, Fact, Following, Phase
-from elastirun.train.live.script_checks import check, parts_of
+from elastirun.train.live.start import LAUNCHED, LIVE, Given, check, init_alone, parts_of
+from elastirun.train.live.start import init_process_group as init_process_group
 from elastirun.train.live.state_copy import copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange, connecting
@@ -126,6 +125,11 @@ class Elastic:
     def step(self) -> int:
         """Return the number of finished steps."""
         return self.state.step
+
+    @property
+    def _in_round(self) -> LiveRound:
+        assert self._live is not None
+        return self._live
 
     @property
     def _switch(self) -> WorldSwitch:
@@ -294,23 +298,21 @@ class Elastic:
 
     def _change_world(self) -> Following | None:
         """Do what is due after a step to go on to the next world of the round, if there is one."""
-        live = self._live
-        assert live is not None
         if self._change is None:
             if ADMIT not in self._model.agreement.requests:
                 return None
             if self._switch.plans:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
-                self._change = WorldChange(live, self._model, self.state, Given.backend, Given.timeout)
+                self._change = WorldChange(self._in_round, self._model, self.state, Given.backend, Given.timeout)
         elif self._change.after_step(self._steps_left):
             return Event.ALL_WHOLE, NONE
         return None
 
     def _share_data(self) -> None:
         """Share the data in the world that this rank has switched to, and in which all ranks are whole now."""
-        live = self._live
-        assert live is not None and self._change is not None and self._change.world is not None
+        live = self._in_round
+        assert self._change is not None and self._change.world is not None
         self._checkpoints.close()
         world, self._change = self._change.world, None
         live.begin(world)
@@ -420,9 +422,8 @@ class Elastic:
         connection = self._connection
         if connection is None or not phases.can(self._phase, Event.PEERS_LOST) or isinstance(error, ModelMismatch | WrongUse):
             return False
-        has_begun = self._settled == max(self._round, 1)  # else the error is not that of a save
-        is_lost = live_sockets.is_cut or connection.asked
-        if isinstance(error, CheckpointError) and has_begun and not is_lost and self._checkpoints.fails_again():
+        is_lost = live_sockets.is_cut or self._is_asked() or self._settled != max(self._round, 1)  # the world has not begun: it is no save
+        if isinstance(error, CheckpointError) and not is_lost and self._checkpoints.fails_again():
             return False
         if self._phase is Phase.JOINING:
             self._end_if_over()
@@ -430,8 +431,11 @@ class Elastic:
 
     @property
     def _round_over(self) -> Fact:
-        is_asked = self._connection is not None and self._connection.asked
-        return Fact.ROUND_OVER if self._model.failed or is_asked else NONE
+        return Fact.ROUND_OVER if self._model.failed or self._is_asked() else NONE
+
+    def _is_asked(self) -> bool:
+        """Return whether the agent asks this worker to leave its round."""
+        return self._connection is not None and self._connection.asked
 
     # -- changes of the world -----------------------------------------------------------------------------------------
 
@@ -465,8 +469,7 @@ class Elastic:
         self._connection.leave(steps, self._settled)
 
     def _end_if_over(self) -> None:
-        if self._live is not None:
-            self._live.end_if_over(OVER)
+        self._in_round.end_if_over(OVER)
 
     def _wait_for_round(self) -> Following:
         """Take part in the next round, when the agent starts it."""
@@ -479,28 +482,23 @@ class Elastic:
 
     def _find_world(self) -> Following:
         """Find out which ranks begin the round."""
-        assert self._connection is not None
-        connection = self._connection
         live_sockets.begin()
-        self._live = live = LiveRound(self._round, lambda: connection.asked)
+        self._live = live = LiveRound(self._round, self._is_asked)
         is_in = live.has(live.find_first())
         is_prepared = self._rehearsal is not None or self._settled > 0
         return Event.WORLD_FOUND, Fact.IN_WORLD if is_in else Fact.PREPARED if is_prepared else NONE
 
     def _enter_world(self) -> None:
         """Come to the first world of the round, with all of its ranks."""
-        assert self._live is not None
-        self._live.begin(self._live.enter())
+        self._in_round.begin(self._in_round.enter())
 
     def _wait_until_taken_in(self) -> Following:
-        assert self._live is not None
-        self._live.enter()
+        self._in_round.enter()
         return Event.TAKEN_IN, NONE
 
     def _begin_rehearsal(self) -> None:
         """Let the script make a step by itself, while this worker takes part in no round: it may be parked meanwhile."""
-        assert self._live is not None
-        self._live.leave()
+        self._in_round.leave()
         self._promise(0)
         self._be_alone()
         self._loader.set_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -521,8 +519,7 @@ class Elastic:
 
     def _join(self) -> None:
         """Take part in a world whose other ranks train already. Their state comes with the next steps."""
-        live, self._settled = self._live, 0  # an older state that this rank may have is overwritten slice by slice
-        assert live is not None
+        live, self._settled = self._in_round, 0  # an older state that this rank may have is overwritten slice by slice
         if self._rehearsal is None:
             self._rehearsal = Rehearsal(self.state, self._model, self._loader)  # to be brought back if nobody has a whole state then
         self._be_alone()
@@ -556,7 +553,7 @@ class Elastic:
 
         What it changes in the state is not kept: that is the state of the others, who have made that change.
         """
-        self._before.take_all()
+        self._before.take(with_others=True)
         self._worlds += 1
         live_sockets.end()  # those of the script, from now on, are not cut
         live_sockets.cut()
@@ -565,23 +562,20 @@ class Elastic:
 
     def _put_back(self) -> None:
         """Undo what the script of a late rank has changed. The connection to the store of the round was cut with those of the groups."""
-        self._before.restore_all()
+        self._before.restore()
         live_sockets.forget()
         live_sockets.begin()
-        assert self._live is not None
-        self._live.reconnect()
+        self._in_round.reconnect()
 
     def _meet_again(self) -> None:
         """Come to a world of the same ranks. Those that were ahead wait here for the late ones."""
-        assert self._live is not None
-        self._live.repeat()
+        self._in_round.repeat()
 
     def _look_for_others(self) -> None:
         """Take the other workers of the round in when they are ready; tell the agent if none is missing."""
-        assert self._live is not None and self._connection is not None
         live_sockets.end()
-        self._live.look_for_ready(lambda: self._model.request(ADMIT))
-        if self._live.whole:
+        self._in_round.look_for_ready(lambda: self._model.request(ADMIT))
+        if self._in_round.whole and self._connection is not None:
             self._connection.gathered()
 
     def _settle(self) -> Following:

@@ -40,7 +40,7 @@ from elastirun.train.groups import process_groups, rank_prefix
 from elastirun.train.groups.connections import _sockets, live_sockets
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.phases import Event, Fact, Phase
-from elastirun.train.live.script_checks import check
+from elastirun.train.live.start import check
 from elastirun.train.live.state_copy import copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
 from elastirun.train.live.world_change import WorldChange
@@ -901,8 +901,7 @@ def late() -> tuple[elastic.Elastic, list[str]]:
         _switch = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
 
     training = object.__new__(Late)
-    notes = {"take_all": lambda: done.append("notes"), "restore_all": lambda: done.append("restores")}
-    training._before = SimpleNamespace(**notes)  # type: ignore[assignment]
+    training._before = SimpleNamespace(take=lambda with_others: done.append("notes"), restore=lambda: done.append("restores"))  # type: ignore[assignment]
     training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
     training._live = SimpleNamespace(reconnect=lambda: None, repeat=lambda: done.append(f"meets, saves: {training._saves}"))  # type: ignore[assignment]
     training._phase, training._round, training._settled, training.state = Phase.MEETING, 1, 1, SimpleNamespace(step=1)  # type: ignore[assignment]

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mutants import Mutant, copy, each, failing, mutants_in, unnoticed
+from tests.support.changes import always, gets, instead_of, never, without
+from tests.support.mutants import Mutant, copy, each, failing, mutants_in, named_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
 
 
 mutant = mutants_in("elastirun/train", "tests/train")
+by_name = named_in("elastirun/train", "tests/train")
 of_steps = mutants_in("elastirun", "tests/train")
 MEAN = "a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches"
 AUGMENTED = "augmentations_are_the_same_whatever_the_world_and_the_workers"
@@ -27,7 +29,18 @@ FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 ONLY_IN_AN_EPOCH = "if self._live is None:\n            return\n        if left"
 SLOW = "a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow"
 NEXT = "the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer"
+PUBLISHES = "    Row(TRAINING, Event.SAVES, NONE, TRAINING, (Action.PUBLISH,)),\n"
 MUTANTS = (
+    by_name(
+        "a loop in which a rank has become late has no batch",
+        *("elastic:Elastic._loop", always("Phase.LATE")),
+        seen_by="live_loop::a_script_that_left_the_loop_in_the_failed_last_step_gets_no_batch_of_the_epoch_that_the_others_are_in",
+    ),
+    by_name(
+        "a rehearsal ends also where the script saves before it comes back to the loop",
+        *("elastic:Elastic._leave_loop", never("Phase.REHEARSING")),
+        seen_by="live_loop::a_new_worker_whose_script_leaves_the_loop_and_saves_ends_its_rehearsal_when_it_comes_back",
+    ),
     mutant(
         "what the checkpoints of a later world wait for is cut",
         *("elastic", "        live_sockets.begin()  #", "        return self._begin(restores=False)  #"),
@@ -43,10 +56,10 @@ MUTANTS = (
         *("reduction/control_words", "if count == self._world", "if count"),
         *("elastic", "ranks_know_what_one_asks_for_and_what_all_ask_for"),
     ),
-    mutant(
+    by_name(
         "who has left a round without a state has a world of its own",
-        *("elastic", "            _init_alone()\n            self._model.set_group(init_sync=False)\n", "            _init_alone()\n"),
-        *("elastic", "who_has_left_a_round_without_a_state_is_alone_again"),
+        *("elastic:Elastic._be_alone", without("set_group")),
+        seen_by="elastic::who_has_left_a_round_without_a_state_is_alone_again",
     ),
     mutant(
         "what is left of the state comes with the last slice",
@@ -123,35 +136,35 @@ MUTANTS = (
         *("elastic", "return self._loader.epoch, not self._saves,", "return self._loader.epoch, True,"),
         *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[a_save]"),
     ),
-    mutant(
+    by_name(
         "where nobody has a state nobody is late",
-        *("elastic", "are_late = [] if begins_anew else late(", "are_late = late("),
-        *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[no_state]"),
+        *("elastic:Elastic._settle", gets("begins_anew", "False")),
+        seen_by="elastic::who_has_not_come_as_far_in_the_script_as_others_is_late[no_state]",
     ),
     mutant(
         "what one who is late does to its state is not kept",
         *("elastic", "            self._tried = 1 + max(-theirs[-1] for theirs in everyone)", "            pass"),
         *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[a_save]"),
     ),
-    mutant(
+    by_name(
         "nor where all others are lost meanwhile",
-        *("elastic", "            self._before.restore()\n            self._late.put_back", "            self._late.put_back"),
-        *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
+        *("elastic:Elastic._put_back", without("restore")),
+        seen_by="elastic::what_comes_until_the_next_batch_does_not_count_for_one_who_is_late",
     ),
-    mutant(
+    by_name(
         "nor in its averages",
-        *("elastic", "            self._late.put_back(self.state)\n", ""),
-        *("live_loop", "what_a_late_rank_changes_until_it_has_caught_up_is_not_kept"),
+        *("live.step_snapshot:StepSnapshot.restore", never("_kept_others")),
+        seen_by="live_loop::what_a_late_rank_changes_until_it_has_caught_up_is_not_kept",
     ),
     mutant(
         "a worker whose older state does not count stays in the loop",
         *("elastic", "if not trained or self._phase is Phase.JOINING:", "if not trained:"),
         *("live_loop", "a_worker_whose_older_state_does_not_count_stays_in_the_loop"),
     ),
-    mutant(
+    by_name(
         "a worker alone leaves its round",
-        *("elastic", "self._steps_left == 0 and self._live.size > 1:", "self._steps_left == 0:"),
-        *("live_loop", "a_worker_alone_leaves_its_round_also_where_each_step_is_the_last_of_an_epoch"),
+        *("elastic:Elastic._follow_up", gets("is_alone", "False")),
+        seen_by="live_loop::a_worker_alone_leaves_its_round_also_where_each_step_is_the_last_of_an_epoch",
     ),
     mutant(
         "the step in which the script leaves the loop counts",
@@ -163,10 +176,10 @@ MUTANTS = (
         *("elastic", "counts = self._switch.completed > self._completed", "counts = True"),
         *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[True]"),
     ),
-    mutant(
+    by_name(
         "who leaves the loop in a failed step leaves the round when it comes back",
-        *("elastic", "self._live is not None and (self._model.failed or connection.asked):", "False:"),
-        *("live_loop", "a_script_that_leaves_the_loop_in_a_failed_step_leaves_its_round_when_it_comes_back"),
+        *("elastic:Elastic._begin_loop", instead_of("_round_over", "NONE")),
+        seen_by="live_loop::a_script_that_leaves_the_loop_in_a_failed_step_leaves_its_round_when_it_comes_back",
     ),
     mutant(
         "a batch without a reduction is an error",
@@ -238,10 +251,10 @@ MUTANTS = (
         *("elastic", "            self._ask_again()\n        else:", "            pass\n        else:"),
         *("live_loop", "a_request_to_take_a_new_worker_in_is_made_again_where_the_script_leaves_the_loop"),
     ),
-    mutant(
+    by_name(
         "without an agent there is no other round to save in",
-        *("elastic", "if self._model.failed and self._live is not None:", "if self._model.failed:"),
-        *("live_loop", "without_an_agent_a_state_is_saved_after_an_interrupted_reduction"),
+        *("elastic:Elastic._publish", always("_live")),
+        seen_by="live_loop::without_an_agent_a_state_is_saved_after_an_interrupted_reduction",
     ),
     mutant(
         "parts that have become something else are put back",
@@ -263,35 +276,35 @@ MUTANTS = (
         *("elastic", "        settle()  # the others wait", "        #"),
         *("live_loop", "a_backward_that_an_exception_has_interrupted_is_made_before_a_save[due]"),
     ),
-    mutant(
+    by_name(
         "and before the last one",
-        *("elastic", "            settle()\n            if self._phase", "            if self._phase"),
-        *("live_loop", "a_backward_that_an_exception_has_interrupted_is_made_before_a_save[last]"),
+        *("elastic:Elastic.save", without("settle")),
+        seen_by="live_loop::a_backward_that_an_exception_has_interrupted_is_made_before_a_save[last]",
     ),
     mutant(
         "a worker that an exception ends takes part in no reduction on its way out",
         *("elastic", "        counts = self._switch", "        settle()\n        counts = self._switch"),
         *("live_loop", "a_worker_that_an_exception_ends_takes_part_in_no_reduction_on_its_way_out"),
     ),
-    mutant(
+    by_name(
         "a save that fails twice in a row ends the worker",
-        *("elastic", "again, self._save_failed = self._save_failed, True", "again = False"),
-        *("live_loop", "a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[fail fail-True]"),
+        *("live.world_checkpoints:WorldCheckpoints.fails_again", gets("again", "False")),
+        seen_by="live_loop::a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[fail fail-True]",
     ),
-    mutant(
+    by_name(
         "a save that was made in between is no failure",
-        *("elastic", "                self._save_failed = False\n", "                pass\n"),
-        *("live_loop", "a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[fail fine fail-False]"),
+        *("live.world_checkpoints:WorldCheckpoints.offer", gets("_failed", "self._failed")),
+        seen_by="live_loop::a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[fail fine fail-False]",
     ),
-    mutant(
+    by_name(
         "a lost peer is no failure of a save",
-        *("elastic", "if not isinstance(error, CheckpointError) or", "if"),
-        *("live_loop", "a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[lost lost-False]"),
+        *("elastic:Elastic._is_loss", always("CheckpointError")),
+        seen_by="live_loop::a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[lost lost-False]",
     ),
-    mutant(
+    by_name(
         "a last save waits for a step that this rank has lost",
-        *("elastic", "        if self._model.failed and self._live is not None:  # others", "        if False:  # others"),
-        *("live_loop", "a_last_save_waits_for_a_step_that_this_rank_has_lost"),
+        *("elastic:Elastic._publish", never("failed")),
+        seen_by="live_loop::a_last_save_waits_for_a_step_that_this_rank_has_lost",
     ),
     mutant(
         "what a rehearsal has changed beside the model is brought back",
@@ -334,13 +347,13 @@ MUTANTS = (
     ),
     mutant(
         "who is late when it saves has nothing to save",
-        *("elastic", "while self._phase is not Phase.LATE and not self._attempted", "while not self._attempted"),
+        *("live/phases", PUBLISHES, PUBLISHES + PUBLISHES.replace("TRAINING", "LATE")),
         *("elastic", "who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time"),
     ),
-    mutant(
+    by_name(
         "a state that is being overwritten counts as none",
-        *("elastic", "self._phase, self._settled = Phase.JOINING, 0  #", "self._phase = Phase.JOINING  #"),
-        *("elastic", "a_worker_that_is_being_given_the_state_of_the_others_has_none"),
+        *("elastic:Elastic._join", gets("_settled", "self._settled")),
+        seen_by="elastic::a_worker_that_is_being_given_the_state_of_the_others_has_none",
     ),
     of_steps(
         "a state of an older round counts as none",
@@ -477,25 +490,25 @@ MUTANTS = (
         *("live/live_round", "            thread.join(max(0.0, end - time.monotonic()))\n", "            pass\n"),
         *("elastic", "the_end_of_the_process_waits_for_the_threads_of_its_round"),
     ),
-    mutant(
+    by_name(
         "the last step is saved although it is not due",
-        *("elastic", "self.state, now=True)", "self.state)"),
-        *("elastic", "the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again"),
+        *("live.world_checkpoints:WorldCheckpoints.publish", gets("now", "False")),
+        seen_by="elastic::the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again",
     ),
-    mutant(
+    by_name(
         "a step that comes from the directory is not saved again",
-        *("elastic", "        if checkpoints.restored == self.state.step:\n", "        if False:\n"),
-        *("elastic", "the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again"),
+        *("live.world_checkpoints:WorldCheckpoints.publish", never("restored")),
+        seen_by="elastic::the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again",
     ),
-    mutant(
+    by_name(
         "a save returns when it is published",
-        *("elastic", "            checkpoints.wait(LAST_SAVE)\n", "            pass\n"),
-        *("elastic", "a_save_that_loses_a_peer_is_made_in_the_next_round"),
+        *("live.world_checkpoints:WorldCheckpoints.publish", without("wait")),
+        seen_by="elastic::a_save_that_loses_a_peer_is_made_in_the_next_round",
     ),
-    mutant(
+    by_name(
         "a worker that has lost its state in a save does not end well",
-        *("elastic", "            self._enter(connection)\n            self._must_be_whole()\n", "            self._enter(connection)\n"),
-        *("elastic", "a_worker_without_whom_the_others_have_gone_on_does_not_end_as_if_it_had_saved"),
+        *("elastic:Elastic._save_together", without("_must_be_whole")),
+        seen_by="elastic::a_worker_without_whom_the_others_have_gone_on_does_not_end_as_if_it_had_saved",
     ),
     mutant(
         "a request for a world ends with its round",
@@ -517,20 +530,20 @@ MUTANTS = (
         *("elastic", "        self._before.take()  # with what the script", "        pass  # with what the script"),
         *("elastic", "what_a_script_does_between_two_epochs_is_not_undone"),
     ),
-    mutant(
+    by_name(
         "what comes between two epochs is done in one world",
-        *("elastic", "not dropped and self._steps_left == 0", "not dropped and False"),
-        *("elastic", "what_comes_between_two_epochs_is_done_in_one_world[0-False-True]"),
+        *("elastic:Elastic._follow_up", instead_of("EPOCH_ENDS", "NONE")),
+        seen_by="elastic::what_comes_between_two_epochs_is_done_in_one_world[0-False-True]",
     ),
     mutant(
         "a rank with a part of the state has no weight",
         *("reduction/control_words", "return self.samples if self.counts else 0.0", "return self.samples"),
         *("elastic", "a_rank_with_a_part_of_the_state_has_no_weight_whatever_the_script_says"),
     ),
-    mutant(
+    by_name(
         "a hook with a state is refused",
-        *("elastic", "if WorldSwitch(model).hook_with_state:", "if False:"),
-        *("elastic", "a_hook_with_a_state_is_refused"),
+        *("live.start:check", never("hook_with_state")),
+        seen_by="elastic::a_hook_with_a_state_is_refused",
     ),
     mutant(
         "a learning rate that is a tensor is brought back",
@@ -567,10 +580,10 @@ MUTANTS = (
         *("groups/connections", "self._groups = set(_sockets()) - self._before", "self._groups = set(_sockets())"),
         *("elastic", "a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on"),
     ),
-    mutant(
+    by_name(
         "a worker with an older state keeps it until it joins",
-        *("elastic", "self._rehearsal is None and self._settled == 0", "self._rehearsal is None"),
-        *("elastic", "a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_joins[4-joins]"),
+        *("elastic:Elastic._find_world", gets("is_prepared", "self._rehearsal is not None")),
+        seen_by="elastic::a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_joins[4-joins]",
     ),
     mutant(
         "a collective that gloo forgets is given up",

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, Flag, auto
+from typing import NamedTuple
 
 
 class Phase(str, Enum):
@@ -51,32 +51,15 @@ class Fact(Flag):
     ALONE = auto()  # the world has no other rank
 
 
-class Action(Enum):
-    """What ``Elastic`` does, each in the method of that name."""
-
-    WAIT_FOR_ROUND = auto()
-    FIND_WORLD = auto()
-    ENTER_WORLD = auto()
-    MAKE_GROUPS = auto()
-    WAIT_UNTIL_TAKEN_IN = auto()
-    JOIN = auto()
-    BEGIN_REHEARSAL = auto()
-    END_REHEARSAL = auto()
-    BEGIN = auto()
-    BEGIN_ANEW = auto()
-    LOOK_FOR_OTHERS = auto()
-    CHANGE_WORLD = auto()
-    SHARE_DATA = auto()
-    BE_LATE = auto()
-    PUT_BACK = auto()
-    MEET_AGAIN = auto()
-    PUBLISH = auto()
-    END_IF_OVER = auto()
-    LEAVE = auto()
+# What ``Elastic`` does, each in the method of that name.
+Action = Enum(
+    "Action",
+    "WAIT_FOR_ROUND FIND_WORLD ENTER_WORLD MAKE_GROUPS WAIT_UNTIL_TAKEN_IN JOIN BEGIN_REHEARSAL END_REHEARSAL BEGIN BEGIN_ANEW "
+    "LOOK_FOR_OTHERS CHANGE_WORLD SHARE_DATA BE_LATE PUT_BACK MEET_AGAIN PUBLISH END_IF_OVER LEAVE",
+)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One transition. It holds if all of ``given`` are facts, and no row before it for the same phase and event holds."""
 
     phase: Phase

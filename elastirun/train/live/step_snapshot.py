@@ -64,24 +64,13 @@ class StepSnapshot:
                     "a worker that comes later would have the first ones. Give it all groups before; requires_grad says which train"
                 )
 
-    def take(self) -> None:
-        """Note where the run stands."""
-        self._kept_others: StateKept | None = None
+    def take(self, with_others: bool = False) -> None:
+        """Note where the run stands. ``with_others``: ``restore`` brings ``others`` back, too, of which this makes a copy."""
+        self._kept_others = StateKept(self._state, self.others) if with_others else None
         self._data = self._loader.state_dict()
         self._rates = [dict(scheduler.state_dict()) for scheduler in self._schedulers]
         self._options = [_options(group) for group in self._groups()] if self._schedulers else []
         self._marks = {name: _mark(self._state[name]) for name in self.others}
-
-    def take_all(self) -> None:
-        """Note where the run stands, and keep a copy of ``others``, until the next ``take``."""
-        self.take()
-        self._kept_others = StateKept(self._state, self.others)
-
-    def restore_all(self) -> None:
-        """Go back to where the run stood, and put ``others`` back as they were."""
-        self.restore()
-        assert self._kept_others is not None
-        self._kept_others.put_back(self._state)
 
     def restore(self) -> None:
         """Go back to where the run stood."""
@@ -94,6 +83,8 @@ class StepSnapshot:
                     group[name].copy_(value)  # a compiled step reads this very tensor
                 else:
                     group[name] = value
+        if self._kept_others is not None:
+            self._kept_others.put_back(self._state)
 
     @property
     def changed(self) -> list[str]:
