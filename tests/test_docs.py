@@ -10,6 +10,7 @@ import pytest
 
 from elastirun.agent.failures import exit_codes
 from elastirun.rendezvous.transitions import TRANSITIONS
+from elastirun.train.live.phases import ROWS
 from tests.test_layers import sources
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,12 @@ def diagram() -> str:
     return f"\n{picture}\n| a node that is | when | becomes |\n|---|---|---|\n{rows}\n\n"
 
 
+def phases() -> str:
+    """All transitions of a live worker to another phase, as a picture."""
+    arrows = dict.fromkeys(f"    {row.phase.name} --> {row.then.name}: {row.event.value}" for row in ROWS if row.then is not row.phase)
+    return "\n```mermaid\nstateDiagram-v2\n    [*] --> LEFT\n" + "\n".join(arrows) + "\n```\n\n"
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them, and those that are written out."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
@@ -41,7 +48,7 @@ def exit_code_table() -> str:
     return f"\n| code | meaning | what to do |\n|---|---|---|\n{rows}\n\n"
 
 
-GENERATED = {"rendezvous.md": diagram, "exit-codes.md": exit_code_table}
+GENERATED = {"rendezvous.md": diagram, "exit-codes.md": exit_code_table, "elastic.md": phases}
 
 
 @pytest.mark.parametrize("page", GENERATED)
