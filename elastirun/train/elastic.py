@@ -18,9 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastirun.progress import begin_round
 from elastirun.train.checkpoints.checkpointer import Checkpointer
-from elastirun.train.data.loader import ElasticDataLoader
+from elastirun.train.data.loader import StepsInAnyWorld
 from elastirun.train.data.steps import Step
-from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
 from elastirun.train.groups.collectives import gather
@@ -171,7 +170,7 @@ class Elastic:
         See ``ElasticDataLoader.steps``: the loader's ``micro_batch_size`` is the most samples of one.
         The last backward of a step reduces; a rank without samples has an empty loop. Else as ``batches``.
         """
-        return self._loop(_Steps(self._loader, self._model))
+        return self._loop(StepsInAnyWorld(self._loader, self._model))
 
     def _loop(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield each batch of ``data`` that is left in the epoch; end its step when the script comes back."""
@@ -620,15 +619,3 @@ class Elastic:
         self._rehearsal = None
         self._before.take()
         self._on_change(dist.get_rank(), dist.get_world_size())
-
-
-class _Steps:
-    """The steps of ``loader`` for ``model``; each counts as consumed when it is handed out, as batches do."""
-
-    def __init__(self, loader: ElasticDataLoader, model: DistributedDataParallel) -> None:
-        self._loader, self._model = loader, model
-
-    def __iter__(self) -> Iterator[Step]:
-        for step in self._loader.steps_in_any_world(self._model):
-            step.done()
-            yield step

@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     mutant(
         "a step of micro-batches that was left at its end is consumed",
-        *("elastic", "            step.done()\n", ""),
+        *("data/loader", "            step.done()\n", ""),
         *("live_loop", "steps_of_micro_batches_are_those_of_whole_batches[left_at_its_end_then_a_peer_is_lost]"),
     ),
     mutant(

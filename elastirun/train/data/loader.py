@@ -294,3 +294,15 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
     if not 0 <= rank < world_size:
         raise TrainError(f"rank must be between 0 and {world_size - 1}, not {rank}")
     return rank, world_size
+
+
+class StepsInAnyWorld:
+    """The steps of ``loader`` for ``model``; each counts as consumed when it is handed out, as batches do."""
+
+    def __init__(self, loader: ElasticDataLoader, model: DistributedDataParallel) -> None:
+        self._loader, self._model = loader, model
+
+    def __iter__(self) -> Iterator[Step]:
+        for step in self._loader.steps_in_any_world(self._model):
+            step.done()
+            yield step

@@ -38,7 +38,7 @@ class Event(Enum):
 
 
 class Fact(Flag):
-    """What a worker knows when an event comes."""
+    """A fact that a worker knows when an event comes."""
 
     IN_WORLD = auto()  # it is one of the ranks that begin the round: it has the newest state, or nobody has one
     PREPARED = auto()  # it has rehearsed, or has an older state
@@ -51,7 +51,7 @@ class Fact(Flag):
     ALONE = auto()  # the world has no other rank
 
 
-# What ``Elastic`` does, each in the method of that name.
+# ``Elastic`` does each of these in the method of that name.
 Action = Enum(
     "Action",
     "WAIT_FOR_ROUND FIND_WORLD ENTER_WORLD MAKE_GROUPS WAIT_UNTIL_TAKEN_IN JOIN BEGIN_REHEARSAL END_REHEARSAL BEGIN BEGIN_ANEW "

@@ -30,7 +30,7 @@ OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT":
 
 
 class Given:
-    """What the script has given to ``init_process_group``, for the groups of later worlds."""
+    """Options that the script has given to ``init_process_group``, for the groups of later worlds."""
 
     backend = "gloo"
     timeout: timedelta | None = None
