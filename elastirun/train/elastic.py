@@ -285,7 +285,7 @@ class Elastic:
         if not dropped and self._phase is not Phase.REHEARSING:
             self._save()
         number = self._worlds
-        is_alone = self._live is not None and self._live.size == 1
+        is_alone = self._phase is Phase.TRAINING and self._in_round.size == 1
         facts = (NONE if dropped else Fact.COUNTS) | (NONE if self._steps_left else Fact.EPOCH_ENDS) | (Fact.ALONE if is_alone else NONE)
         self._happens(Event.STEP_ENDS, facts | self._round_over)
         return self._worlds == number

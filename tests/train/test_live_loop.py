@@ -96,6 +96,7 @@ def test_a_worker_whose_older_state_does_not_count_stays_in_the_loop(live: Make,
         training._model.set_group(init_sync=False)
         training._phase = Phase.JOINING
         training._live.takes_in = World(1, (0, 1))  # type: ignore[union-attr]
+        del training._live.size  # type: ignore[union-attr, misc]  # it is in no world before it has the state
         training._join()
 
     monkeypatch.setattr(elastic, "WorldChange", change)

@@ -39,7 +39,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def is_known(plan: Plan, found: Walk, number: int) -> bool:
-    """Return whether ``number`` is a state that a new process, which has rehearsed, comes to when all have died with the last checkpoint.
+    """Return whether a new process, which has rehearsed, has come to ``number`` as all others were gone with the last checkpoint.
 
     It is in its loop, and trains on, though its script would not have begun that epoch. Others save, and both end with an error.
     """
