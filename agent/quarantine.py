@@ -40,7 +40,7 @@ AGAIN = 2.0  # seconds without a round after which a node that sits out looks ag
 CHECK = 0.5  # seconds between two checks whether this node joins again
 
 
-class Phase(Enum):
+class Participation(Enum):
     """The part that this node takes in rounds."""
 
     IN = "in"  # it takes part
@@ -88,7 +88,7 @@ class Quarantine(Part):
         self._tracker, self._stragglers = tracker, stragglers
         self._write, self._say, self._going_out = write, say, going_out
         self.strikes: list[str] = []  # why this node has had each, the oldest first
-        self._phase = Phase.IN
+        self._phase = Participation.IN
         self._since = 0.0  # when the phase began
         self._suspicion: Suspicion | None = None  # a strike that this node may have had
         self._number = 0  # of the round whose workers run here, or ran last
@@ -101,11 +101,11 @@ class Quarantine(Part):
     @property
     def out(self) -> bool:
         """Return whether this node sits out."""
-        return self._phase is Phase.OUT
+        return self._phase is Participation.OUT
 
     @property
     def holds(self) -> bool:
-        return self._phase is not Phase.IN
+        return self._phase is not Participation.IN
 
     def round_starts(self, round: NodeRound) -> None:
         self._number = round.number
@@ -126,11 +126,11 @@ class Quarantine(Part):
             self._stay(strikes.HOSTS)
         else:
             self._begin_look()
-            self._phase, self._since = Phase.LOOKING, clock.now()
+            self._phase, self._since = Participation.LOOKING, clock.now()
 
     def see(self, record: RoundRecord | None, now: float) -> None:
         """Take in the round record: it tells whether a failure of this node was the cause of the end of its round."""
-        if self._suspicion is not None and self._phase is Phase.IN and record is not None:
+        if self._suspicion is not None and self._phase is Participation.IN and record is not None:
             holds = self._suspicion.holds(record)
             if holds and self._config.strikes:
                 self._strike(record.reason)
@@ -139,15 +139,15 @@ class Quarantine(Part):
 
     def leaves(self) -> None:
         self._leaving = True
-        if self._phase is not Phase.IN:
+        if self._phase is not Participation.IN:
             self._come_back("this node leaves", clock.now())
 
     def tick(self, now: float) -> float:
-        if self._phase is Phase.LOOKING and self._look is not None:
+        if self._phase is Participation.LOOKING and self._look is not None:
             if not self._look.done and now < self._since + LOOK_LIMIT:
                 return now + GLANCE
             self._decide(self._look.found, now)
-        if self._phase is Phase.OUT:
+        if self._phase is Participation.OUT:
             timing = self._config.timing
             limits = Limits(self._config.strikes_cooldown, timing.grace + 2 * timing.expire, timing.store_grace)
             if why := strikes.why_back(limits, self._state(now)) or self._why_needed(now):
@@ -202,12 +202,12 @@ class Quarantine(Part):
         machine = self._session.machine
         self._look = None
         if why := self._why_stays(found):
-            self._phase = Phase.IN
+            self._phase = Participation.IN
             self._stay(why)
             return
         whys = [*self.strikes, *([describe(self._suspicion.failure)] if self._suspicion else [])]
         cooldown = self._config.strikes_cooldown
-        self._phase, self._since, self._broken, self._looked_after = Phase.OUT, now, None, ""
+        self._phase, self._since, self._broken, self._looked_after = Participation.OUT, now, None, ""
         self._say(f"this node sits out for {cooldown:g} s at most: strike {len(whys)} of {self._config.strikes}: {whys[-1]}")
         self._write(events.SitsOut(machine.row.round, whys, cooldown))
         self._accounting.sit_out()
@@ -223,9 +223,9 @@ class Quarantine(Part):
 
     def _come_back(self, why: str, now: float) -> None:
         """Join again, with a fresh count."""
-        if self._phase is Phase.OUT:
+        if self._phase is Participation.OUT:
             self._say(f"this node joins again after {now - self._since:.0f} s: {why}")
             self._write(events.SatOut(round(now - self._since, 3), why))
             self._accounting.join()
-        self._phase, self._look, self._suspicion = Phase.IN, None, None
+        self._phase, self._look, self._suspicion = Participation.IN, None, None
         self.strikes.clear()

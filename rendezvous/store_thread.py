@@ -29,20 +29,20 @@ LONGEST_DELAY = 2.0**7  # of ``connect_limit``: most threads that hang come back
 
 
 @dataclass(eq=False)
-class Connection(exchanges.Connection):
+class StoreConnection(exchanges.Connection):
     """One thread with its connection to the store."""
 
     thread: threading.Thread | None = None  # None: not started yet
     requests: queue.SimpleQueue[Sync | None] = field(default_factory=queue.SimpleQueue)
 
 
-class StoreThread(Exchanges[Connection]):
+class StoreThread(Exchanges[StoreConnection]):
     """Runs exchanges with the stores that ``connect`` opens, each given by its place (``Sync.at``); it is called in the thread."""
 
     def __init__(
         self, connect: Callable[[Place | None], Store], protocol: SyncProtocol, time_limit: float, connect_limit: float = CONNECT_LIMIT
     ) -> None:
-        super().__init__(Connection, protocol, clock.now, time_limit, connect_limit)
+        super().__init__(StoreConnection, protocol, clock.now, time_limit, connect_limit)
         self._connect = connect
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._abandoned: list[tuple[Place | None, threading.Thread]] = []  # each with the store at which it may hang
@@ -58,19 +58,19 @@ class StoreThread(Exchanges[Connection]):
             os.read(self._wake_r, 4096)
         return super().answers()
 
-    def _execute(self, connection: Connection, sync: Sync) -> None:
+    def _execute(self, connection: StoreConnection, sync: Sync) -> None:
         why = self._start(connection) if connection.thread is None else ""
         if why:
             self._hand_over(connection, SyncFailed(clock.now(), why))
         else:
             connection.requests.put(sync)
 
-    def _abandon(self, connection: Connection) -> None:
+    def _abandon(self, connection: StoreConnection) -> None:
         connection.requests.put(None)
         if connection.thread is not None and self._pending:  # an idle thread ends by itself, as soon as it gets a processor
             self._abandoned.append((connection.at, connection.thread))
 
-    def _start(self, connection: Connection) -> str:
+    def _start(self, connection: StoreConnection) -> str:
         """Start the thread of ``connection``; return why that is not possible now, empty when it was.
 
         A host that is stopped but not gone holds up every thread that connects to it, and such threads must not pile up.
@@ -88,7 +88,7 @@ class StoreThread(Exchanges[Connection]):
 
     # -- in the thread --------------------------------------------------------------------------------------------------
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: StoreConnection) -> None:
         store: Store | None = None
         watched = False
         while (sync := connection.requests.get()) is not None:
@@ -111,16 +111,16 @@ class StoreThread(Exchanges[Connection]):
         if store is not None:
             store.close()
 
-    def _await_answer(self, connection: Connection) -> None:
+    def _await_answer(self, connection: StoreConnection) -> None:
         """Give the next operation of the exchange its time: on a slow network, each answer is progress."""
         connection.connected, connection.deadline = True, clock.now() + self._time_limit
 
-    def _on_changed(self, connection: Connection) -> None:
+    def _on_changed(self, connection: StoreConnection) -> None:
         """Hand over that the record has changed. In the watch's thread, which may outlive an exchange that hangs, and is not heard then."""
         if connection is self._connection:
             self._hand_over(connection, Changed(clock.now()))
 
-    def _hand_over(self, connection: Connection, answer: Answer) -> None:
+    def _hand_over(self, connection: StoreConnection, answer: Answer) -> None:
         connection.answers.append(answer)
         with suppress(BlockingIOError):  # it is readable already
             os.write(self._wake_w, b"\0")

@@ -499,7 +499,7 @@ LIVE = [
     live_messages.Hello(),
     live_messages.Park(3),
     live_messages.Parked(3, 1000, 2),
-    live_messages.Gathered(3),
+    live_messages.AllTrain(3),
     live_messages.Resume(4, {"RANK": "1", "A": "b"}),
 ]
 

@@ -10,7 +10,7 @@ import enum
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class ExitCodeRow(NamedTuple):
     """One row of the table, in words."""
 
     code: str
@@ -83,7 +83,7 @@ class ExitCode(enum.IntEnum):
         return 128 + signum
 
 
-SIGNALLED = Row(
+SIGNALLED = ExitCodeRow(
     "128 + n",
     "told to stop by signal n",
     "signal n told the agent to stop: 143 for SIGTERM, 130 for SIGINT",
@@ -91,9 +91,9 @@ SIGNALLED = Row(
 )
 
 
-def rows() -> list[Row]:
+def rows() -> list[ExitCodeRow]:
     """Return all rows of the table, by rising code."""
-    fixed = [Row(str(int(code)), code.summary, code.meaning, code.advice) for code in ExitCode]
+    fixed = [ExitCodeRow(str(int(code)), code.summary, code.meaning, code.advice) for code in ExitCode]
     return [*(row for row in fixed if int(row.code) <= 128), SIGNALLED, *(row for row in fixed if int(row.code) > 128)]
 
 

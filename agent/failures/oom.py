@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastirun.agent.host.cpus import Read, own_groups, read_file
+from elastirun.agent.host.cpus import ReadFile, own_groups, read_file
 from elastirun.agent.host.memory import fields, limit_and
 
 GIB = 1 << 30
@@ -10,7 +10,7 @@ _PEAKS = "memory.peak", "memory.max_usage_in_bytes"  # of a control group, versi
 NEAR_LIMIT = 0.9  # fraction of a group's limit; a group whose peak is below it was not killed for that limit
 
 
-def oom_kills(read: Read = read_file) -> int | None:
+def oom_kills(read: ReadFile = read_file) -> int | None:
     """Return how many processes of our control group the kernel has killed for want of memory; None where the kernel does not count.
 
     Version 2 counts in ``memory.events``, version 1 in ``memory.oom_control``. Without a control group, return the machine's count.
@@ -23,7 +23,7 @@ def oom_kills(read: Read = read_file) -> int | None:
     return None
 
 
-def explain(before: int | None, read: Read = read_file) -> str | None:
+def explain(before: int | None, read: ReadFile = read_file) -> str | None:
     """Return a note on a worker that died of SIGKILL. ``before``: the count (``oom_kills``) when the worker was started.
 
     Empty when the kernel has killed nothing since; None when the kernel does not count.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-STOPPED, BEHIND, OUTSIDE, ELSEWHERE, UNCLEAR, WAITING = range(6)  # how well the cause is known, best first; see ``Verdict``
+STOPPED, BEHIND, OUTSIDE, ELSEWHERE, UNCLEAR, WAITING = range(6)  # how well the cause is known, best first; see ``HangVerdict``
 HOLD = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0)  # seconds until it is acted upon: a node that knows the cause better ends the round first
 WORDS = {
     STOPPED: "stopped by a signal",
@@ -91,7 +91,7 @@ def waits_for_peers(stack: Sequence[Frame]) -> bool:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """The workers that are to be ended, and why these.
 
     ``how``: ``STOPPED`` by a signal; ``BEHIND`` others in steps; ``OUTSIDE`` of collectives while others wait in one, or not where most of
@@ -108,10 +108,10 @@ class Verdict:
         return HOLD[self.how]
 
 
-def judge(workers: Sequence[WorkerState]) -> Verdict:
+def judge(workers: Sequence[WorkerState]) -> HangVerdict:
     """Return which of the workers, of one node or of all, are the cause of a hang. There is at least one."""
     if stopped := [worker for worker in workers if worker.stopped]:
-        return Verdict(_ranks(stopped), STOPPED)
+        return HangVerdict(_ranks(stopped), STOPPED)
     most = max(worker.steps for worker in workers)
     known = [worker for worker in workers if worker.known or not most]
     usual = _where_most_are(known)
@@ -119,13 +119,13 @@ def judge(workers: Sequence[WorkerState]) -> Verdict:
     behind = [worker for worker in suspects if 0 < worker.steps < most and not worker.waits_for_peers]
     outside = [worker for worker in suspects if not worker.waits_for_peers]
     if behind:
-        return Verdict(_ranks(behind), BEHIND)
+        return HangVerdict(_ranks(behind), BEHIND)
     if outside and (usual or len(outside) < len(suspects)):
-        return Verdict(_ranks(outside), OUTSIDE)
+        return HangVerdict(_ranks(outside), OUTSIDE)
     if usual and suspects:
-        return Verdict(_ranks(suspects), ELSEWHERE)
+        return HangVerdict(_ranks(suspects), ELSEWHERE)
     lowest = min(workers, key=lambda worker: (worker.steps or most, worker.rank))
-    return Verdict((lowest.rank,), WAITING if lowest.waits_for_peers else UNCLEAR)
+    return HangVerdict((lowest.rank,), WAITING if lowest.waits_for_peers else UNCLEAR)
 
 
 def elsewhere(running: Sequence[Observed], victims: Sequence[tuple[int, int]]) -> list[Observed]:

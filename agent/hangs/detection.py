@@ -22,7 +22,7 @@ KEPT = 1000  # times of steps from which the limit is learned
 
 
 @dataclass
-class _Seen:
+class _WorkerSeen:
     page: Page
     moved_at: float  # when the number of steps was first seen, by the agent's clock
 
@@ -42,7 +42,7 @@ class HangDetector:
 
     def start_round(self, now: float) -> None:
         """Forget the workers of the last round, not what was learned from them."""
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _WorkerSeen] = {}
         self._looked_at = self._began = now
         self._stepped = False
 
@@ -67,7 +67,7 @@ class HangDetector:
             before = self._seen.get(local_rank)
             if before is None or before.page.steps != page.steps:
                 self._learn(page, before)
-                self._seen[local_rank] = _Seen(page, now)
+                self._seen[local_rank] = _WorkerSeen(page, now)
         most = max((page.steps for page in pages.values()), default=0)
         self._stepped = self._stepped or most > 0
         if not self._stepped:
@@ -87,7 +87,7 @@ class HangDetector:
         for seen in self._seen.values():
             seen.moved_at = now
 
-    def _learn(self, page: Page, before: _Seen | None) -> None:
+    def _learn(self, page: Page, before: _WorkerSeen | None) -> None:
         self._longest = max(self._longest, page.longest / NS)
         if before and before.page.steps and page.steps > before.page.steps:
             self._times.append(max(0, page.stamped - before.page.stamped) / NS / (page.steps - before.page.steps))

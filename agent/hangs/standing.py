@@ -16,7 +16,7 @@ from elastirun.rendezvous.wire.actions import Stop
 PERIOD = 15.0  # seconds without a first step, or since a worker has ended, that are worth a line; most scripts begin to train sooner
 
 
-class Phase(Enum):
+class LineDue(Enum):
     """The part of a round in which its line is due."""
 
     FIRST_STEP = 1  # the first look of the round is still to come
@@ -30,7 +30,7 @@ class Standing(Part):
 
     def __init__(self, workers: Workers, stacks: Stacks, expects_steps: bool, say: Callable[[str], None]) -> None:
         self._workers, self._stacks, self._expects_steps, self._say = workers, stacks, expects_steps, say
-        self._phase, self._due = Phase.OVER, math.inf
+        self._phase, self._due = LineDue.OVER, math.inf
         self._finished = 0  # workers that had ended with 0 at the last look
 
     def workers_started(self, round: NodeRound) -> None:
@@ -45,24 +45,24 @@ class Standing(Part):
 
     def start(self, now: float) -> None:
         """Begin to look: the workers of a round were started at ``now``."""
-        self._phase, self._due, self._finished = Phase.FIRST_STEP, now + PERIOD, 0
+        self._phase, self._due, self._finished = LineDue.FIRST_STEP, now + PERIOD, 0
 
     def stop(self) -> None:
         """Say nothing more about this round: its workers are being stopped, or have ended."""
-        self._phase, self._due = Phase.OVER, math.inf
+        self._phase, self._due = LineDue.OVER, math.inf
 
     def tick(self, now: float) -> float:
         """Do what is due. Return when to be called next."""
         if now < self._due:
             return self._due
-        if self._phase is Phase.ASKED:
+        if self._phase is LineDue.ASKED:
             self._tell()
             self.stop()
         elif self._is_odd():
             self._stacks.ask()
-            self._phase, self._due = Phase.ASKED, now + WAIT_LIMIT
+            self._phase, self._due = LineDue.ASKED, now + WAIT_LIMIT
         else:
-            self._phase, self._due = Phase.RUNNING, now + PERIOD
+            self._phase, self._due = LineDue.RUNNING, now + PERIOD
             self._finished = len(self._workers.finished)
         return self._due
 
@@ -71,8 +71,8 @@ class Standing(Part):
         if not self._workers.processes:
             return False
         stepped = [self._stacks.steps(local_rank) > 0 for local_rank in self._workers.processes]
-        late = self._phase is Phase.FIRST_STEP and not all(stepped) and (self._expects_steps or any(stepped))
-        early = self._phase is Phase.FIRST_STEP and len(self._workers.finished) > 0
+        late = self._phase is LineDue.FIRST_STEP and not all(stepped) and (self._expects_steps or any(stepped))
+        early = self._phase is LineDue.FIRST_STEP and len(self._workers.finished) > 0
         return late or early or self._finished > 0
 
     def _tell(self) -> None:

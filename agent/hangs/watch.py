@@ -13,7 +13,7 @@ from functools import partial
 
 from elastirun import clock
 from elastirun.agent.hangs import causes, py_spy, stuck
-from elastirun.agent.hangs.causes import Observed, Verdict
+from elastirun.agent.hangs.causes import Observed, HangVerdict
 from elastirun.agent.hangs.detection import HangDetector
 from elastirun.agent.hangs.reports import HangReports
 from elastirun.agent.hangs.stacks import Stacks
@@ -67,7 +67,7 @@ class HangWatch(Part):
 
     def _forget(self) -> None:
         self._judge_at = self._act_at = None
-        self._verdict: Verdict | None = None
+        self._verdict: HangVerdict | None = None
         self._observed: list[Observed] = []
         if self._reports is not None:
             self._reports.close()
@@ -187,9 +187,9 @@ class HangWatch(Part):
         many = "s" * (len(verdict.ranks) > 1)
         self._say(f"all nodes hang; the cause is rank{many} {', '.join(map(str, verdict.ranks))}: {causes.WORDS[verdict.how]}")
         if named:
-            self._verdict, self._act_at = Verdict(named, verdict.how), now
+            self._verdict, self._act_at = HangVerdict(named, verdict.how), now
         elif self._verdict is not None:  # another node ends the round, if it still can
-            self._verdict = Verdict(self._verdict.ranks, causes.WAITING)
+            self._verdict = HangVerdict(self._verdict.ranks, causes.WAITING)
             self._act_at = now + self._verdict.hold
 
     def _observe(self, local_rank: int, process: Process) -> Observed:

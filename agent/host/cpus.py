@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-Read = Callable[[str], str]
+ReadFile = Callable[[str], str]
 """Returns the text of a file. Raises OSError when the file cannot be read."""
 
 
 def read_file(path: str) -> str:
-    """Return the text of a file of this machine; a ``Read``."""
+    """Return the text of a file of this machine; a ``ReadFile``."""
     return Path(path).read_text()
 
 
@@ -25,7 +25,7 @@ def usable_cpus() -> int:
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
-def cpu_quota(read: Read) -> float | None:
+def cpu_quota(read: ReadFile) -> float | None:
     """Return the tightest quota, in CPUs, of this process' control group and the groups above it; None without a quota.
 
     Reads version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``). A missing or unreadable file counts as no quota.
@@ -34,7 +34,7 @@ def cpu_quota(read: Read) -> float | None:
     return min(quotas, default=None)
 
 
-def own_groups(controller: str, read: Read = read_file) -> list[str]:
+def own_groups(controller: str, read: ReadFile = read_file) -> list[str]:
     """Return ``cgroup_folders`` of this process; none when /proc does not say them."""
     try:
         return cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo"), controller)
@@ -75,7 +75,7 @@ def _mounts(mountinfo: str, v2: bool, controller: str) -> list[tuple[str, str]]:
     return found
 
 
-def _quota_in(folder: str, read: Read) -> float | None:
+def _quota_in(folder: str, read: ReadFile) -> float | None:
     """Return the quota that a group itself sets, in CPUs; None without a quota."""
     try:
         quota, period = read(f"{folder}/cpu.max").split()

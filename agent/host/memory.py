@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from elastirun.agent.host.cpus import Read, own_groups, read_file
+from elastirun.agent.host.cpus import ReadFile, own_groups, read_file
 
 UNLIMITED = 1 << 60  # bytes; cgroup version 1 writes "no limit" as a number near 2^63
 _LIMITS = "memory.max", "memory.limit_in_bytes"  # files of a control group, in version 2 and in version 1
 _USES = "memory.current", "memory.usage_in_bytes"
 
 
-def available(read: Read = read_file) -> int:
+def available(read: ReadFile = read_file) -> int:
     """Return how many bytes can be allocated without swapping; 0 where /proc does not say."""
     machine = fields("/proc/meminfo", read).get("MemAvailable", 0) << 10
     return max(0, min([machine, *(room for folder in own_groups("memory", read) if (room := _room(folder, read)) is not None)]))
 
 
-def _room(folder: str, read: Read) -> int | None:
+def _room(folder: str, read: ReadFile) -> int | None:
     """Return the bytes that a control group's limit leaves; None without a limit."""
     if (found := limit_and(_USES, folder, read)) is None:
         return None
@@ -24,7 +24,7 @@ def _room(folder: str, read: Read) -> int | None:
     return limit - use + cache.get("total_inactive_file", cache.get("inactive_file", 0))  # total: in version 1, with the groups below
 
 
-def limit_and(names: tuple[str, str], folder: str, read: Read) -> tuple[int, int] | None:
+def limit_and(names: tuple[str, str], folder: str, read: ReadFile) -> tuple[int, int] | None:
     """Return a control group's limit in bytes, and the number in the file ``names`` (version 2, 1); None without a limit or that file."""
     for limit_file, name in zip(_LIMITS, names, strict=True):
         try:
@@ -35,7 +35,7 @@ def limit_and(names: tuple[str, str], folder: str, read: Read) -> tuple[int, int
     return None
 
 
-def fields(path: str, read: Read) -> dict[str, int]:
+def fields(path: str, read: ReadFile) -> dict[str, int]:
     """Return the numbers of a file with lines like ``name 1`` or ``name: 1 kB``; empty when the file cannot be read."""
     try:
         lines = [line.split() for line in read(path).splitlines()]

@@ -18,7 +18,7 @@ _TRAINING = WORDS[NodeState.RUNNING].spent
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """The node was in ``state`` from ``at`` on. Replaces what was told of the time after ``at``: some is known later."""
 
     state: NodeState
@@ -104,10 +104,10 @@ class _Round:
 class Account:
     """Adds up the seconds since ``began``. ``now`` is later in each call than in the one before, and on the same clock.
 
-    ``tell`` gets each change of state, see ``Change``.
+    ``tell`` gets each change of state, see ``StateChange``.
     """
 
-    def __init__(self, began: float, tell: Callable[[Change], None]) -> None:
+    def __init__(self, began: float, tell: Callable[[StateChange], None]) -> None:
         self.farthest = 0  # the highest ``at`` of all rounds
         self._began = began
         self._spent: defaultdict[tuple[NodeState, str], float] = defaultdict(float)  # by kind and cause; not what runs now
@@ -119,7 +119,7 @@ class Account:
         self._ended: defaultdict[str, int] = defaultdict(int)  # rounds that ended early, by cause
         self._unstamped: defaultdict[str, float] = defaultdict(float)  # training in rounds without a step, by the cause of their start
         self._stamped = self._numbered = self._saved = False  # workers have stamped steps, given their numbers, or told of saves
-        tell(Change(NodeState.STARTING, began, ""))
+        tell(StateChange(NodeState.STARTING, began, ""))
 
     @property
     def running(self) -> bool:
@@ -162,12 +162,12 @@ class Account:
         if one is not None:
             if one.over is None:
                 one.over, one.saved = now, found.saving
-                self._tell(Change(NodeState.STOPPING, now, cause))
+                self._tell(StateChange(NodeState.STOPPING, now, cause))
             if certain or not one.over_cause:
                 one.over_cause, one.certain = cause, certain
         elif self._kind is NodeState.RESTARTING and (again or not self._certain):
             if certain and cause != self._cause:
-                self._tell(Change(NodeState.RESTARTING, now, cause))
+                self._tell(StateChange(NodeState.RESTARTING, now, cause))
             self._cause, self._certain = (cause, True) if certain else (self._cause, False)
         elif self._kind not in (NodeState.JOINING, NodeState.SITTING_OUT) and certain and not again:
             self._become(NodeState.RESTARTING, cause, now)
@@ -188,12 +188,12 @@ class Account:
         self.farthest, self._round, self._since = max(self.farthest, found.at), None, trained_until
         if one.over is None:
             self._kind, self._cause = NodeState.FINISHING, ""
-            self._tell(Change(NodeState.FINISHING, trained_until, ""))
+            self._tell(StateChange(NodeState.FINISHING, trained_until, ""))
         else:
             self._kind, self._cause, self._certain = NodeState.RESTARTING, one.over_cause, one.certain
             self._restarting_since = trained_until
-            self._tell(Change(NodeState.STOPPING, trained_until, self._cause))
-            self._tell(Change(NodeState.RESTARTING, now, self._cause))
+            self._tell(StateChange(NodeState.STOPPING, trained_until, self._cause))
+            self._tell(StateChange(NodeState.RESTARTING, now, self._cause))
         named = {WORDS[kind].spent: round(seconds, 3) for kind, seconds in parts.items()}
         return RoundSpent(one.cause, round(one.restarted, 3), **named)
 
@@ -201,7 +201,7 @@ class Account:
         """This node runs no further round, because the job is decided or this node leaves."""
         if self._kind is NodeState.RESTARTING:
             self._kind, self._cause = NodeState.FINISHING, ""
-            self._tell(Change(NodeState.FINISHING, self._since, ""))
+            self._tell(StateChange(NodeState.FINISHING, self._since, ""))
         else:
             self._become(NodeState.FINISHING, "", now)
 
@@ -275,7 +275,7 @@ class Account:
         one.told, at = known, one.began
         for kind, seconds in parts.items():
             if seconds > 0:
-                self._tell(Change(kind, at, one.cause))
+                self._tell(StateChange(kind, at, one.cause))
             at += seconds
 
     def _become(self, kind: NodeState, cause: str, now: float) -> None:
@@ -285,7 +285,7 @@ class Account:
         elif kind is NodeState.RESTARTING:
             self._restarting_since = now
         if (kind, cause) != (self._kind, self._cause):
-            self._tell(Change(kind, now, cause))
+            self._tell(StateChange(kind, now, cause))
         self._kind, self._cause, self._since, self._certain = kind, cause, now, False
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from elastirun import clock
 from elastirun.agent.observe import account, events
-from elastirun.agent.observe.account import FAILURE, LEAVE, Account, Change, Stamps, Totals
+from elastirun.agent.observe.account import FAILURE, LEAVE, Account, StateChange, Stamps, Totals
 from elastirun.agent.observe.events import Event
 from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages
@@ -104,7 +104,7 @@ class Accounting(Part):
         self._write(events.Account(**vars(totals)))
         return totals
 
-    def _write_change(self, change: Change) -> None:
+    def _write_change(self, change: StateChange) -> None:
         """Write a change of state, with the round that has ended, or else whose workers run here or ran last."""
         over = change.state in (NodeState.STOPPING, NodeState.RESTARTING)
         number = max(self._number, self._over) if over else self._number

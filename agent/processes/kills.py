@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 
 from elastirun.agent.processes import control_group, marks, proc
 
-Table = dict[int, proc.Process]  # by pid
-Accept = Callable[[proc.Process, Table], bool]
+Table = dict[int, proc.ProcessStat]  # by pid
+Accept = Callable[[proc.ProcessStat, Table], bool]
 
 PASSES = 40  # looks at the process table at most; processes may fork between two looks
 PAUSE = 0.005  # seconds between two looks; a killed process leaves /proc when the kernel has freed its memory
@@ -53,10 +53,10 @@ def owned(evidence: Evidence, table: Table, parent: int, before: float = FOREVER
     known = {sid: started for sid, started in evidence.sessions.items() if sid not in table or table[sid].started == started}
     trusted = parent == evidence.mark.pid and not evidence.strict
 
-    def is_in_session(top: proc.Process, ours: Table) -> bool:
+    def is_in_session(top: proc.ProcessStat, ours: Table) -> bool:
         return top.session in known and known[top.session] <= before
 
-    def is_marked(top: proc.Process, ours: Table) -> bool:
+    def is_marked(top: proc.ProcessStat, ours: Table) -> bool:
         if top.session in known or not evidence.mark.started <= top.started <= before:
             return False
         return trusted or (has_own_session(top, table, ours) and evidence.mark.text in map(str, marks_of(top)))
@@ -65,9 +65,9 @@ def owned(evidence: Evidence, table: Table, parent: int, before: float = FOREVER
     return closure(table, tops, is_marked, ours)  # last, because reading an environment may be slow
 
 
-def closure(table: Table, tops: list[proc.Process], accept: Accept, ours: Table) -> Table:
+def closure(table: Table, tops: list[proc.ProcessStat], accept: Accept, ours: Table) -> Table:
     """Return ``ours``, the accepted ``tops`` and their descendants, and repeat this for tops in a session of one of these."""
-    children: dict[int, list[proc.Process]] = {}
+    children: dict[int, list[proc.ProcessStat]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
     ours = dict(ours)
@@ -84,21 +84,21 @@ def closure(table: Table, tops: list[proc.Process], accept: Accept, ours: Table)
                 pending += children.get(process.pid, ())
 
 
-def _joins(top: proc.Process, table: Table, ours: Table, sessions: set[int], accept: Accept) -> bool:
+def _joins(top: proc.ProcessStat, table: Table, ours: Table, sessions: set[int], accept: Accept) -> bool:
     return (top.session in sessions and has_own_session(top, table, ours)) or accept(top, ours)
 
 
-def has_own_session(process: proc.Process, table: Table, ours: Table) -> bool:
+def has_own_session(process: proc.ProcessStat, table: Table, ours: Table) -> bool:
     """Return whether one of our processes may have made the session of ``process``: its leader is one of ours, or has ended."""
     return process.session == process.pid or process.session not in table or process.session in ours
 
 
-def marks_of(process: proc.Process) -> list[marks.Mark]:
+def marks_of(process: proc.ProcessStat) -> list[marks.Mark]:
     """Return the marks of a process of our own user; none for another user's process."""
     return marks.in_environment(proc.environment(process.pid)) if proc.is_of_our_user(process.pid) else []
 
 
-def kill_all(find: Callable[[], Iterable[proc.Process]], twice: bool) -> set[int]:
+def kill_all(find: Callable[[], Iterable[proc.ProcessStat]], twice: bool) -> set[int]:
     """Kill all that ``find`` returns until it returns nothing. Returns the pids of the killed processes.
 
     ``twice``: two looks in a row must find nothing, because a process in the middle of exec has no environment for a moment.
@@ -150,7 +150,7 @@ def kill_orphans(evidence: Evidence) -> None:
             select.select([], [], [], PAUSE)
 
 
-def orphans(evidence: Evidence, table: Table, parent: int) -> list[proc.Process]:
+def orphans(evidence: Evidence, table: Table, parent: int) -> list[proc.ProcessStat]:
     """Return the children of ``parent``, which has adopted the agent's orphans, that only their environment can show to be the agent's."""
     return [
         process
@@ -163,7 +163,7 @@ def orphans(evidence: Evidence, table: Table, parent: int) -> list[proc.Process]
     ]
 
 
-def _hides(process: proc.Process) -> bool:
+def _hides(process: proc.ProcessStat) -> bool:
     """Return whether a process of our user shows no environment.
 
     The kernel takes the environment of a killed process away first of all, and may be busy with the rest for long. A process in the

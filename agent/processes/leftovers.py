@@ -48,18 +48,18 @@ class Sweep:
             self.count += len(found)
         control_group.remove(group, GROUP_TIMEOUT if found else 0.0)
 
-    def _find(self) -> list[proc.Process]:
+    def _find(self) -> list[proc.ProcessStat]:
         table = proc.everything()
         tops = [process for process in table.values() if process.parent in self._parents and process.session not in self._outside]
 
-        def is_left(top: proc.Process, ours: kills.Table) -> bool:
+        def is_left(top: proc.ProcessStat, ours: kills.Table) -> bool:
             owner = self._owner(top) if kills.has_own_session(top, table, ours) else None
             self.agents |= {owner.pid} if owner else set()
             return owner is not None
 
         return list(kills.closure(table, tops, is_left, {}).values())
 
-    def _owner(self, orphan: proc.Process) -> marks.Mark | None:
+    def _owner(self, orphan: proc.ProcessStat) -> marks.Mark | None:
         """Return the mark of the dead agent of this job that the process belongs to; None when there is no such agent."""
         if not proc.is_of_our_user(orphan.pid) or proc.pid_namespace(orphan.pid) != self._namespace:
             return None

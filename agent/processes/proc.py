@@ -13,7 +13,7 @@ ENVIRONMENT_LIMIT = 8 << 20  # bytes; the kernel allows 6 MiB of arguments and e
 ENVIRONMENT_TIMEOUT = 0.2  # seconds; the read waits for the memory lock of that process, which may never be released
 
 
-class Process:
+class ProcessStat:
     """One process, as its stat file showed it. Two with the same pid and the same start time are the same process.
 
     ``started``: in clock ticks since boot. ``alive``: false for a zombie without living threads.
@@ -28,14 +28,14 @@ class Process:
         self.alive = state not in (b"Z", b"X") or int(fields[16]) > 1  # more than one thread: only the main thread has ended
 
 
-def look(pid: int, certain: bool = False) -> Process | None:
+def look(pid: int, certain: bool = False) -> ProcessStat | None:
     """Return the process ``pid``; None when there is none, or when it cannot be read.
 
     ``certain``: raise OSError when it cannot be read for want of descriptors or memory, because it may live. A process that the
     kernel hides from our user counts as none.
     """
     try:
-        return Process(pid, _read(f"/proc/{pid}/stat"))
+        return ProcessStat(pid, _read(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError, IndexError):
         return None
     except OSError:
@@ -44,20 +44,20 @@ def look(pid: int, certain: bool = False) -> Process | None:
         return None
 
 
-def everything(certain: bool = False) -> dict[int, Process]:
+def everything(certain: bool = False) -> dict[int, ProcessStat]:
     """Return all living processes of this pid namespace by pid, except this one. ``certain``: as for ``look``."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
     return {process.pid: process for pid in pids if (process := look(pid, certain)) and process.alive}
 
 
-def descendants(pid: int) -> dict[int, Process]:
+def descendants(pid: int) -> dict[int, ProcessStat]:
     """Return the living processes below ``pid``, except this one. The cost depends on their number, not on the machine's processes.
 
     On a kernel that does not list children (without CONFIG_PROC_CHILDREN), return all processes.
     """
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return everything()
-    found: dict[int, Process] = {}
+    found: dict[int, ProcessStat] = {}
     pending = children(pid)
     while pending:
         process = look(pending.pop())
@@ -78,9 +78,9 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def ancestors(pid: int) -> list[Process]:
+def ancestors(pid: int) -> list[ProcessStat]:
     """Return the process ``pid``, its parent and so on, up to the first that is not visible."""
-    found: list[Process] = []
+    found: list[ProcessStat] = []
     while pid and (process := look(pid)):
         found.append(process)
         pid = process.parent
@@ -104,7 +104,7 @@ def name(pid: int) -> str:
         return ""
 
 
-def kill(process: Process) -> bool:
+def kill(process: ProcessStat) -> bool:
     """Send SIGKILL, and return whether it was sent. A later process with the same pid is never hit."""
     try:
         fd = linux.pidfd_open(process.pid)

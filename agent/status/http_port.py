@@ -137,7 +137,7 @@ class Snapshots(Generic[T]):
         os.close(self.fd)
 
 
-class Phase(enum.Enum):
+class HttpStage(enum.Enum):
     """The step of a connection, named by its wait."""
 
     READING = "its request"
@@ -146,12 +146,12 @@ class Phase(enum.Enum):
 
 
 @dataclass(eq=False)
-class Connection:
+class HttpConnection:
     """One client."""
 
     socket: socket.socket
     due: float  # when its phase must be over, on ``elastirun.clock``
-    phase: Phase = Phase.READING
+    phase: HttpStage = HttpStage.READING
     received: bytes = b""
     request: Request | None = None
     asked_at: float = 0.0  # when the request was complete
@@ -166,7 +166,7 @@ class HttpPort(Generic[T]):
 
     def __init__(self, listening: socket.socket, pages: Mapping[str, Callable[[T], Response]], snapshots: Snapshots[T]) -> None:
         self._listening, self._pages, self._snapshots = listening, pages, snapshots
-        self._connections: list[Connection] = []  # the oldest first
+        self._connections: list[HttpConnection] = []  # the oldest first
         self._accept_at: float | None = None  # when to accept again; None: the socket is registered
         self._second, self._accepted = 0.0, 0  # when the second of MAX_RATE began, connections accepted since
         listening.setblocking(False)
@@ -214,10 +214,10 @@ class HttpPort(Generic[T]):
             self._accept_at = None
             self._selector.register(self._listening, selectors.EVENT_READ)
         for connection in [connection for connection in self._connections if now >= connection.due]:
-            if connection.phase is Phase.WAITING:
+            if connection.phase is HttpStage.WAITING:
                 since = now - (self._snapshots.asked_at or connection.asked_at)
                 self._send(connection, text(HTTPStatus.SERVICE_UNAVAILABLE, f"the agent's loop has not answered for {since:.0f} s"))
-            elif connection.phase is Phase.READING and connection.received:
+            elif connection.phase is HttpStage.READING and connection.received:
                 self._send(connection, text(HTTPStatus.REQUEST_TIMEOUT, f"the request was not complete after {READ_LIMIT:g} s"))
             else:
                 self._drop(connection)
@@ -243,9 +243,9 @@ class HttpPort(Generic[T]):
 
     def _add(self, client: socket.socket, now: float) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
-            self._drop(min(self._connections, key=lambda other: other.phase is Phase.WAITING))
+            self._drop(min(self._connections, key=lambda other: other.phase is HttpStage.WAITING))
         client.setblocking(False)
-        connection = Connection(client, now + READ_LIMIT)
+        connection = HttpConnection(client, now + READ_LIMIT)
         self._connections.append(connection)
         self._selector.register(client, selectors.EVENT_READ, connection)
         self._go_on(connection)  # its request has mostly come, and then newer connections do not push it out
@@ -254,12 +254,12 @@ class HttpPort(Generic[T]):
         self._selector.unregister(self._listening)
         self._accept_at = until
 
-    def _go_on(self, connection: Connection) -> None:
+    def _go_on(self, connection: HttpConnection) -> None:
         """Read or write what the socket is ready for."""
         if connection not in self._connections:
             return  # dropped since the poll
         try:
-            if connection.phase is Phase.WRITING:
+            if connection.phase is HttpStage.WRITING:
                 self._write(connection)
             else:
                 self._read(connection)
@@ -268,7 +268,7 @@ class HttpPort(Generic[T]):
         except OSError:  # the client has reset the connection
             self._drop(connection)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: HttpConnection) -> None:
         data = connection.socket.recv(MAX_REQUEST)
         connection.received += data
         found = parse(connection.received, self._pages)
@@ -279,31 +279,31 @@ class HttpPort(Generic[T]):
         elif not data:
             self._drop(connection)
 
-    def _ask(self, connection: Connection, request: Request) -> None:
+    def _ask(self, connection: HttpConnection, request: Request) -> None:
         """Answer with the newest snapshot if it is fresh, else ask the loop for one."""
         now = clock.now()
         connection.request, connection.asked_at = request, now
-        connection.phase, connection.due = Phase.WAITING, now + LOOP_LIMIT
+        connection.phase, connection.due = HttpStage.WAITING, now + LOOP_LIMIT
         self._selector.unregister(connection.socket)
         if self._is_served(connection):
             self._reply(connection)
         else:
             self._snapshots.ask(now)
 
-    def _is_served(self, connection: Connection) -> bool:
+    def _is_served(self, connection: HttpConnection) -> bool:
         """Return whether the newest snapshot was taken after the request had come, or ``FRESH`` seconds before at most."""
         newest = self._snapshots.newest
         return newest is not None and newest[0] >= connection.asked_at - FRESH
 
     def _answer_waiting(self) -> None:
-        waiting = [connection for connection in self._connections if connection.phase is Phase.WAITING]
+        waiting = [connection for connection in self._connections if connection.phase is HttpStage.WAITING]
         for connection in waiting:
             if self._is_served(connection):
                 self._reply(connection)
             else:
                 self._snapshots.ask(clock.now())
 
-    def _reply(self, connection: Connection) -> None:
+    def _reply(self, connection: HttpConnection) -> None:
         assert connection.request is not None and self._snapshots.newest is not None
         self._send(connection, self._page(connection.request.path, self._snapshots.newest[1]))
 
@@ -316,23 +316,23 @@ class HttpPort(Generic[T]):
         except Exception as error:
             return text(HTTPStatus.INTERNAL_SERVER_ERROR, f"a bug in elastirun: {type(error).__name__}: {error}")
 
-    def _send(self, connection: Connection, response: Response) -> None:
+    def _send(self, connection: HttpConnection, response: Response) -> None:
         head_only = connection.request is not None and connection.request.head_only
         connection.unsent = response.encode(head_only)
-        if connection.phase is Phase.WAITING:
+        if connection.phase is HttpStage.WAITING:
             self._selector.register(connection.socket, selectors.EVENT_WRITE, connection)
         else:
             self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
-        connection.phase, connection.due = Phase.WRITING, clock.now() + WRITE_LIMIT
+        connection.phase, connection.due = HttpStage.WRITING, clock.now() + WRITE_LIMIT
         self._go_on(connection)
 
-    def _write(self, connection: Connection) -> None:
+    def _write(self, connection: HttpConnection) -> None:
         connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
         if not connection.unsent:
             self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: HttpConnection) -> None:
         self._connections.remove(connection)
-        if connection.phase is not Phase.WAITING:
+        if connection.phase is not HttpStage.WAITING:
             self._selector.unregister(connection.socket)
         connection.socket.close()

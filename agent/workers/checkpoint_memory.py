@@ -27,7 +27,7 @@ from elastirun import clock, linux
 from elastirun.agent.host import memory
 from elastirun.agent.observe.events import CheckpointsHeld, Event
 from elastirun.agent.part import Part
-from elastirun.agent.workers.local_socket import Client, LocalSocket, close_aside
+from elastirun.agent.workers.local_socket import LocalClient, LocalSocket, close_aside
 
 # Descriptors: two or three for each worker of a node. The answer to ``list`` must fit into a socket's buffer
 # (200 KiB).
@@ -93,7 +93,7 @@ class CheckpointMemory(Part):
         while self._held:
             os.close(self._held.popitem()[1])
 
-    def _put(self, client: Client, name: str) -> None:
+    def _put(self, client: LocalClient, name: str) -> None:
         """Hold the descriptor that came along."""
         fd = client.take_fd()
         why = self._refusal(name, fd, client.lost_fds)
@@ -105,14 +105,14 @@ class CheckpointMemory(Part):
             self._show_at = clock.now() + SETTLE
         self._socket.answer(client, f"no {why}" if why else "ok")
 
-    def _get(self, client: Client, name: str) -> None:
+    def _get(self, client: LocalClient, name: str) -> None:
         fd = self._held.get(name)
         self._socket.answer(client, "none" if fd is None else "ok", fd)
 
-    def _list(self, client: Client, rest: str) -> None:
+    def _list(self, client: LocalClient, rest: str) -> None:
         self._socket.answer(client, json.dumps({name: os.fstat(fd).st_size for name, fd in self._held.items()}))
 
-    def _drop(self, client: Client, name: str) -> None:
+    def _drop(self, client: LocalClient, name: str) -> None:
         self._socket.answer(client, "ok" if self._forget(name) else "none")
 
     def _refusal(self, name: str, fd: int | None, lost: bool) -> str:

@@ -19,7 +19,7 @@ from elastirun.agent.part import Part, WorkerExit
 from elastirun.agent.workers import live_states
 from elastirun.agent.workers.parking import Parking
 from elastirun.linux import peer_of
-from elastirun.worker.live_messages import MAX_MESSAGE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
+from elastirun.worker.live_messages import MAX_MESSAGE, AllTrain, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
 BACKLOG = 1024  # connections that wait for the loop: all workers of a large node may connect at once
 PER_TURN = 64  # messages that are read of one connection at a time
@@ -128,7 +128,7 @@ class LiveWorkers(Part):
             elif isinstance(message, Parked):
                 if self._parking.promise(pid, message.round, message.settled):
                     self._on_parked(pid)
-            elif isinstance(message, Gathered):
+            elif isinstance(message, AllTrain):
                 self._on_gathered(message.round)
             elif isinstance(message, Lost):
                 self._on_lost(pid, message.round)

@@ -32,7 +32,7 @@ ROOM_FOR_FD = socket.CMSG_LEN(array.array("i").itemsize)  # CMSG_SPACE has room 
 
 
 @dataclass(eq=False)
-class Client:
+class LocalClient:
     """One connection. ``asked``: when its request was complete, on ``elastirun.clock``; None until then."""
 
     connection: socket.socket
@@ -55,9 +55,9 @@ class LocalSocket(Part):
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._serves: dict[str, Callable[[Client, str], None]] = {}
+        self._serves: dict[str, Callable[[LocalClient, str], None]] = {}
         self._accepting: Accepting | None = None
-        self.clients: list[Client] = []  # the oldest first
+        self.clients: list[LocalClient] = []  # the oldest first
         self.folder = self.path = self.trouble = ""
         try:
             self.folder = tempfile.mkdtemp(prefix=FOLDER)  # 0700
@@ -69,7 +69,7 @@ class LocalSocket(Part):
             self.trouble = f"{what}: no socket in a temporary folder: {error.strerror}; set TMPDIR to a folder that can be written"
             self.folder = ""
 
-    def serve(self, word: str, answer: Callable[[Client, str], None]) -> None:
+    def serve(self, word: str, answer: Callable[[LocalClient, str], None]) -> None:
         """Let ``answer(client, rest)`` get each request that begins with ``word``. It calls ``self.answer`` at any time."""
         self._serves[word] = answer
 
@@ -80,7 +80,7 @@ class LocalSocket(Part):
         """Accept connections again when it is time."""
         return math.inf if self._accepting is None else self._accepting.tick(now)
 
-    def answer(self, client: Client, line: str, fd: int | None = None) -> None:
+    def answer(self, client: LocalClient, line: str, fd: int | None = None) -> None:
         """Send one line, with a copy of ``fd``, and close the connection."""
         data = line.encode(errors="replace") + b"\n"
         with suppress(OSError):  # a fresh socket's buffer holds it
@@ -90,7 +90,7 @@ class LocalSocket(Part):
                 client.connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
         self.drop(client)
 
-    def drop(self, client: Client) -> None:
+    def drop(self, client: LocalClient) -> None:
         """Close the connection, and the descriptor that came along."""
         if client in self.clients:
             self.clients.remove(client)
@@ -121,11 +121,11 @@ class LocalSocket(Part):
         if len(self.clients) >= MAX_CLIENTS:
             self.drop(self.clients[0])
         connection.setblocking(False)
-        client = Client(connection)
+        client = LocalClient(connection)
         self.clients.append(client)
         self._selector.register(connection, selectors.EVENT_READ, lambda mask: self._read(client))
 
-    def _read(self, client: Client) -> None:
+    def _read(self, client: LocalClient) -> None:
         try:
             data = self._receive(client)
         except BlockingIOError:
@@ -143,7 +143,7 @@ class LocalSocket(Part):
             else:
                 self.answer(client, f"no such request: {', '.join(sorted(self._serves))}")
 
-    def _receive(self, client: Client) -> bytes:
+    def _receive(self, client: LocalClient) -> bytes:
         """Return what has come. Keep the first descriptor that came along; the kernel closes those beyond the room for one."""
         # Close-on-exec from the first moment, so that no worker that is started meanwhile gets a copy.
         data, ancillary, flags, _ = client.connection.recvmsg(MAX_LINE + 1, ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastirun.agent.part import NodeRound, Part
-from elastirun.agent.workers.local_socket import Client, LocalSocket
+from elastirun.agent.workers.local_socket import LocalClient, LocalSocket
 from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.codec import clip
 from elastirun.rendezvous.wire.events import Synced, SyncFailed
@@ -45,7 +45,7 @@ class RoundCheck(Part):
         self._me, self._socket, self._read_store = me, socket, read_store
         self._store_answers = True  # the last exchange with the store succeeded
         self._stopping = "no"  # whether the workers are being stopped: "planned", "failure"
-        self._waiting: list[tuple[Client, str]] = []  # who asks about which fence token
+        self._waiting: list[tuple[LocalClient, str]] = []  # who asks about which fence token
         socket.serve(CURRENT, self._asked)
         socket.serve(STOP, lambda client, rest: socket.answer(client, self._stopping))
         socket.serve(STORE, lambda client, rest: socket.answer(client, describe_store()))
@@ -73,7 +73,7 @@ class RoundCheck(Part):
     def round_stops(self, stop: Stop, grace: float) -> None:
         self._stopping = "planned" if stop.planned else "failure"
 
-    def _asked(self, client: Client, fence: str) -> None:
+    def _asked(self, client: LocalClient, fence: str) -> None:
         self._waiting.append((client, fence))
         if self._store_answers:  # else the machine retries by itself, with a backoff
             self._read_store()

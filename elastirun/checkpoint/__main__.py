@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from elastirun.checkpoint.claims import Found, is_step_name
+from elastirun.checkpoint.claims import Published, is_step_name
 from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.export import export_file
 from elastirun.checkpoint.record import clip, parse
@@ -114,7 +114,7 @@ def export(directory: str, step: int | None, to: str) -> None:
     click.echo(export_file(place, one, to))
 
 
-def _scan(path: str) -> tuple[Directory, list[Found]]:
+def _scan(path: str) -> tuple[Directory, list[Published]]:
     """Return the directory, and what is published there. ``path`` may also be the folder of one checkpoint. Raises ``CheckpointError``."""
     folder, _, name = path.rstrip("/").rpartition("/")
     single = is_step_name(name)
@@ -128,7 +128,7 @@ def _scan(path: str) -> tuple[Directory, list[Found]]:
     return place, found
 
 
-def _choose(path: str, step: int | None) -> tuple[Directory, Found]:
+def _choose(path: str, step: int | None) -> tuple[Directory, Published]:
     """Return the newest checkpoint with a record, or the newest of ``step``. Raises ``CheckpointError``."""
     place, found = _scan(path)
     chosen = next((one for one in found if one.commit and step in (None, one.commit.step)), None)
@@ -139,7 +139,7 @@ def _choose(path: str, step: int | None) -> tuple[Directory, Found]:
     return place, chosen
 
 
-def _read(place: Directory, found: Found, name: str, decode: Callable[[bytes], dict[str, _T]]) -> dict[str, _T]:
+def _read(place: Directory, found: Published, name: str, decode: Callable[[bytes], dict[str, _T]]) -> dict[str, _T]:
     """Return the content of a file that the record names, if it is whole. Raises ``CheckpointError``."""
     assert found.commit
     if name not in found.commit.files:

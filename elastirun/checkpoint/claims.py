@@ -20,7 +20,7 @@ _CLAIM = re.compile(r"([A-Za-z0-9_.]{1,64})-([0-9]{1,15})-([0-9a-f]{8,32})")
 
 
 @dataclass(frozen=True)
-class Found:
+class Published:
     """One published checkpoint: its name, and its record or what is wrong with that."""
 
     name: str
@@ -67,17 +67,17 @@ def is_newer(other: str, mine: str) -> bool:
     return bool(theirs and ours and theirs[1] == ours[1] and int(theirs[2]) > int(ours[2]))
 
 
-def newest_first(found: Iterable[Found]) -> list[Found]:
+def newest_first(found: Iterable[Published]) -> list[Published]:
     """Sort checkpoints by the sequence of their commits, the newest first; those without a record come last."""
     return sorted(found, key=lambda one: (one.commit.sequence if one.commit else -1, one.name), reverse=True)
 
 
-def next_sequence(found: Iterable[Found]) -> int:
+def next_sequence(found: Iterable[Published]) -> int:
     """Return the sequence of the next commit: one above all that are known."""
     return 1 + max((one.commit.sequence for one in found if one.commit), default=0)
 
 
-def outdated(found: Sequence[Found], keep: int) -> list[Found]:
+def outdated(found: Sequence[Published], keep: int) -> list[Published]:
     """Return the checkpoints to delete so that the newest ``keep`` remain, at least one. What has no record is not counted or deleted."""
     whole = [one for one in newest_first(found) if one.commit]
     return whole[max(keep, 1) :]

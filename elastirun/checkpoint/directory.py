@@ -16,8 +16,8 @@ from typing import IO
 
 from elastirun.checkpoint.backends.backend import Backend
 from elastirun.checkpoint.backends.choose import backend_at
-from elastirun.checkpoint.claims import Found, claim_name, newest_first, next_sequence, outdated
-from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, WRONG_SUM, Commit, Damage, FileSum, Look, clip, matches
+from elastirun.checkpoint.claims import Published, claim_name, newest_first, next_sequence, outdated
+from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, WRONG_SUM, Commit, Damage, FileSum, CheckBy, clip, matches
 from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
 from elastirun.worker.current_round import is_current
 
@@ -30,7 +30,7 @@ class Claim:
 
     name: str  # goes to every rank, which writes below it
     sequence: int  # of the first commit under this claim; those after it count on
-    found: list[Found]  # what was published at the claim, newest first
+    found: list[Published]  # what was published at the claim, newest first
     release: Callable[[], None]  # to be called once, in the end; others may claim at any time, whether or not it was
 
 
@@ -84,7 +84,7 @@ class Directory:
 
     # -- what is there --------------------------------------------------------------------------------------------------------
 
-    def scan(self) -> list[Found]:
+    def scan(self) -> list[Published]:
         """Return all published checkpoints, the newest first; at the end those whose record is missing or damaged.
 
         A directory that does not exist has none. Raises OSError when it cannot be listed.
@@ -103,15 +103,15 @@ class Directory:
             return False
         return True
 
-    def file(self, found: Found, name: str) -> str:
+    def file(self, found: Published, name: str) -> str:
         """Return the path or URL of one file of a checkpoint."""
         return os.path.join(self.path, found.name, name)
 
-    def read(self, found: Found, name: str, limit: int = MAX_BYTES) -> bytes:
+    def read(self, found: Published, name: str, limit: int = MAX_BYTES) -> bytes:
         """Return a small file of a checkpoint. Raises ``CheckpointError``, also when the file cannot be read."""
         return bytes(self.content(found, name, limit))
 
-    def content(self, found: Found, name: str, limit: int | None = None) -> memoryview:
+    def content(self, found: Published, name: str, limit: int | None = None) -> memoryview:
         """Return the bytes of a file, read-only; of one on a disk nothing is read before it is used. Raises ``CheckpointError``."""
         path = self.file(found, name)
         try:
@@ -123,7 +123,7 @@ class Directory:
             raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
         raise CheckpointError(f"{path}: it has {size} bytes, of {limit} at most")
 
-    def verify(self, found: Found, names: Collection[str] | None = None, look: Look = "crc32") -> Iterator[Damage]:
+    def verify(self, found: Published, names: Collection[str] | None = None, look: CheckBy = "crc32") -> Iterator[Damage]:
         """Compare the files of a checkpoint, or those in ``names``, with its record; yield what is wrong.
 
         ``look``: compare the sizes only, or one of the checksums as well, for which every byte is read.
@@ -135,7 +135,7 @@ class Directory:
             if (names is None or name in names) and (damage := self._check(found, name, expected, look)):
                 yield damage
 
-    def _check(self, found: Found, name: str, expected: FileSum, look: Look) -> Damage | None:
+    def _check(self, found: Published, name: str, expected: FileSum, look: CheckBy) -> Damage | None:
         """Return what is wrong with a file, or None when it is as ``expected`` in size and in the checksum ``look``."""
         try:
             with self.backend.open(found.name, name) as file:
@@ -161,7 +161,7 @@ class Directory:
             if sizes[name] != expected.size:
                 raise CheckpointError(f"{where}/{name} has {sizes[name]} bytes, its rank has written {expected.size}")
 
-    def _everything(self) -> list[Found]:
+    def _everything(self) -> list[Published]:
         with suppress(FileNotFoundError):
             return list(self.backend.checkpoints())
         return []
@@ -177,7 +177,7 @@ def check_current(current: Callable[[], bool], what: str) -> None:
         raise ClaimLost(f"{what}: another round has taken the place of this one")
 
 
-def _counting(everything: list[Found]) -> list[Found]:
+def _counting(everything: list[Published]) -> list[Published]:
     return newest_first(one for one in everything if not one.set_aside)
 
 

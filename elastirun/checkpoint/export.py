@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from elastirun.checkpoint.claims import Found
+from elastirun.checkpoint.claims import Published
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import clip
 from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, SavedTensor, assemble, decode_tensors, volume
@@ -21,7 +21,7 @@ _SAFE += " int64 I64 int32 I32 int16 I16 int8 I8 uint64 U64 uint32 U32 uint16 U1
 SAFE_NAMES = dict(zip(_SAFE.split()[::2], _SAFE.split()[1::2], strict=True))  # torch's types by the names that safetensors has for them
 
 
-def export_file(place: Directory, found: Found, to: str) -> str:
+def export_file(place: Directory, found: Published, to: str) -> str:
     """Write the checkpoint ``found`` as the new file ``to``; return one line about it. Raises ``CheckpointError`` and OSError."""
     folder, (_, suffix) = os.path.dirname(to), os.path.splitext(to)
     if suffix not in (SAFETENSORS, *FOR_TORCH):
@@ -51,7 +51,7 @@ def export_file(place: Directory, found: Found, to: str) -> str:
     return f"{to}: {found.name}, {len(tensors)} tensors, {os.path.getsize(to)} bytes{left_out}"
 
 
-def _write_safetensors(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, SavedTensor[str]]) -> str:
+def _write_safetensors(file: BinaryIO, place: Directory, found: Published, tensors: Mapping[str, SavedTensor[str]]) -> str:
     """Write the tensors by name: the header's length, the header (JSON), the data of one tensor after the other."""
     assert found.commit
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(found.commit.step)}}
@@ -69,7 +69,7 @@ def _write_safetensors(file: BinaryIO, place: Directory, found: Found, tensors: 
     return "; other values are left out"
 
 
-def _save(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, SavedTensor[str]]) -> str:
+def _save(file: BinaryIO, place: Directory, found: Published, tensors: Mapping[str, SavedTensor[str]]) -> str:
     """Write the whole state with torch.save. Tensors that share their memory still do."""
     import torch
 

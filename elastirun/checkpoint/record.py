@@ -32,7 +32,7 @@ SUMS = ("size", "sha256", "crc32")  # of each file
 _FIELDS = {"format", "step", "sequence", "fence", "round", "world_size", "time", "files", "sha256"}
 
 
-Look = Literal["size", "crc32", "sha256"]  # how thoroughly a file is compared with its record
+CheckBy = Literal["size", "crc32", "sha256"]  # how thoroughly a file is compared with its record
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Damage:
         return f"{self.file}: {self.what}"
 
 
-def matches(blocks: Iterable[bytes | memoryview], expected: FileSum, look: Look) -> bool:
+def matches(blocks: Iterable[bytes | memoryview], expected: FileSum, look: CheckBy) -> bool:
     """Return whether a file, of the right size, in ``blocks`` has the checksum ``look``."""
     digest, crc32 = hashlib.sha256(), 0
     for block in blocks:

@@ -199,8 +199,8 @@ def _place(message: Mapping[str, Any]) -> tuple[Directory, str]:
     return open_directory(url), claim
 
 
-Action = Callable[[Mapping[str, Any], list[Image]], dict[str, Any]]
-ACTIONS: dict[object, Action] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}
+Command = Callable[[Mapping[str, Any], list[Image]], dict[str, Any]]
+ACTIONS: dict[object, Command] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}
 
 
 def repeat(

@@ -16,7 +16,7 @@ from elastirun.errors import UsageError
 T = TypeVar("T")
 
 EMPTY_COUNTS = ("rdzv_id", "role", "signals_to_handle", "token_file")  # an empty variable is a value, or a mistake that must be seen
-DEFAULT_SOURCE = "default"  # ``Row.source`` of an option that was not given
+DEFAULT_SOURCE = "default"  # ``DryRunRow.source`` of an option that was not given
 
 
 class Origin(IntEnum):
@@ -40,7 +40,7 @@ class MachineFacts:
 
 
 @dataclass(frozen=True)
-class Row:
+class DryRunRow:
     """One line of ``--dry-run``."""
 
     option: str
@@ -127,7 +127,7 @@ class GivenOptions:
         """Record that ``value`` is used in place of what was given, for ``--dry-run``."""
         self._derived[dest] = (str(value), f"derived: {why}")
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[DryRunRow]:
         """Return one line of ``--dry-run`` for each option and each key of ``--set``."""
         found = []
         for option in BY_DEST.values():
@@ -140,5 +140,5 @@ class GivenOptions:
             text = self.text(option.dest)
             shown = ("yes" if self.flag(option.dest) else "no") if option.flag else text or "-"
             value, source = self._derived.get(option.dest, (shown, source))
-            found.append(Row(option.name, value if value.isprintable() else parse.quote(value), source))
+            found.append(DryRunRow(option.name, value if value.isprintable() else parse.quote(value), source))
         return found

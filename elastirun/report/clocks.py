@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastirun.report.reader import LATEST_TIME, Event
+from elastirun.report.reader import LATEST_TIME, EventLine
 
 DELAY = 2.0  # seconds; nodes of a round start its workers within a second, so clocks that differ by less cannot be told from that
 
@@ -19,7 +19,7 @@ class Timed:
     """An event and its place on the time axis, in seconds since the epoch."""
 
     at: float
-    event: Event
+    event: EventLine
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AgentEvents:
     events: tuple[Timed, ...]
 
 
-def align(events: Sequence[Event]) -> list[AgentEvents]:
+def align(events: Sequence[EventLine]) -> list[AgentEvents]:
     """Return the events by agent, those of the first agent to begin first."""
     timed = {node: _on_own_clock(own) for node, own in _by_agent(events).items()}
     starts = {node: _starts(own) for node, own in timed.items()}
@@ -56,14 +56,14 @@ def _shifted(events: Sequence[Timed], seconds: float) -> tuple[Timed, ...]:
     return tuple(Timed(min(max(0.0, one.at + seconds), LATEST_TIME), one.event) for one in events)
 
 
-def _by_agent(events: Sequence[Event]) -> dict[str, list[Event]]:
-    found: dict[str, list[Event]] = {}
+def _by_agent(events: Sequence[EventLine]) -> dict[str, list[EventLine]]:
+    found: dict[str, list[EventLine]] = {}
     for event in events:
         found.setdefault(event.node, []).append(event)
     return found
 
 
-def _on_own_clock(events: Sequence[Event]) -> list[Timed]:
+def _on_own_clock(events: Sequence[EventLine]) -> list[Timed]:
     """Place the events by the monotonic clock, from the time of the first on. No event is before the one before it."""
     begin, at, found = events[0], events[0].time, []
     for event in events:

@@ -62,7 +62,7 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Event(Fields):
+class EventLine(Fields):
     """One line of a file. ``time``: seconds since the epoch; ``mono``: seconds of that machine's monotonic clock."""
 
     time: float
@@ -73,17 +73,17 @@ class Event(Fields):
 
 
 @dataclass
-class Found:
+class EventFiles:
     """The events of all files, each in the order of its file, and what was left out, for people."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[EventLine] = field(default_factory=list)
     files: int = 0
     left_out: list[str] = field(default_factory=list)
 
 
-def read(paths: Sequence[str]) -> Found:
+def read(paths: Sequence[str]) -> EventFiles:
     """Read the events files in and below the folders ``paths``, or these files. Errors: ``UsageError`` for a path that is not there."""
-    found, left = Found(), MAX_BYTES
+    found, left = EventFiles(), MAX_BYTES
     files = find(paths, found.left_out)
     for path in files[:MAX_FILES]:
         left -= _read_file(path, left, found)
@@ -130,7 +130,7 @@ def _entries(folder: str, left_out: list[str]) -> tuple[set[str], list[str]]:
     return names, below
 
 
-def _read_file(path: str, most: int, found: Found) -> int:
+def _read_file(path: str, most: int, found: EventFiles) -> int:
     """Add the events of one file. Return how many bytes it has. ``most``: bytes that may be read."""
     bad: list[str] = []
     count = number = size = 0
@@ -144,7 +144,7 @@ def _read_file(path: str, most: int, found: Found) -> int:
             while size < most and (line := file.readline(MAX_LINE + 1)):
                 number, size = number + 1, size + len(line)
                 event = parse_line(line)
-                if isinstance(event, Event):
+                if isinstance(event, EventLine):
                     found.events.append(event)
                 else:
                     count += 1
@@ -158,7 +158,7 @@ def _read_file(path: str, most: int, found: Found) -> int:
     return size
 
 
-def parse_line(line: bytes) -> Event | str:
+def parse_line(line: bytes) -> EventLine | str:
     """Return the event of a line, or why it is none."""
     if len(line) > MAX_LINE:
         return f"a line of more than {MAX_LINE >> 10} KiB"
@@ -179,7 +179,7 @@ def parse_line(line: bytes) -> Event | str:
     time, mono = fields.number("time"), fields.number("mono")
     if time is None or mono is None:
         return "without a time"
-    return Event(data, time, mono, kind, node, name)
+    return EventLine(data, time, mono, kind, node, name)
 
 
 def _refuse(name: str) -> NoReturn:

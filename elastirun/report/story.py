@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from elastirun.agent.observe.node_states import WORDS, NodeState
 from elastirun.report.clocks import AgentEvents, Timed
-from elastirun.report.reader import Event
+from elastirun.report.reader import EventLine
 
 OTHER_LOSSES = {  # seconds without training that no fault has caused
     NodeState.JOINING: "waiting for nodes",
@@ -208,7 +208,7 @@ def _recorded(agent: AgentEvents, stepped: set[int]) -> list[Segment]:
     return [replace(one, end=end) for one, end in zip(found, ends, strict=True)]
 
 
-def _segment(job: int, event: Event, at: float, stepped: set[int]) -> Segment:
+def _segment(job: int, event: EventLine, at: float, stepped: set[int]) -> Segment:
     """Return what a state event says, without its end."""
     state, number = RECORDED.get(event.text("state"), NodeState.UNKNOWN), event.whole("round")
     if state is NodeState.RUNNING and stepped and number not in stepped:  # the round ended before its first step, see Account
@@ -318,7 +318,7 @@ def _failures(agents: Sequence[AgentEvents]) -> list[Failure]:
     return sorted(found, key=lambda one: one.at)
 
 
-def _failure(event: Event) -> tuple[str, tuple[str, ...]]:
+def _failure(event: EventLine) -> tuple[str, tuple[str, ...]]:
     code = event.fields.get("code")
     how = f"killed by signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
     blame, note = event.text("blame").replace("_", " "), event.text("note")
@@ -326,23 +326,23 @@ def _failure(event: Event) -> tuple[str, tuple[str, ...]]:
     return title, event.texts("lines")
 
 
-def _hang(event: Event) -> tuple[str, tuple[str, ...]]:
+def _hang(event: EventLine) -> tuple[str, tuple[str, ...]]:
     return f"no step for {event.seconds('seconds'):.0f} s; where the workers were:", _stacks(event)
 
 
-def _straggler(event: Event) -> tuple[str, tuple[str, ...]]:
+def _straggler(event: EventLine) -> tuple[str, tuple[str, ...]]:
     times, device = event.seconds("times_median"), event.text("device") or "a device"
     own, median = event.seconds("seconds"), event.seconds("median")
     line = f"It computes for {own:.3g} s per step, the median rank of the job for {median:.3g} s."
     return f"rank {event.whole('rank')} on {device} is {times:.3g} times as slow as the median rank", (line,)
 
 
-def _sits_out(event: Event) -> tuple[str, tuple[str, ...]]:
+def _sits_out(event: EventLine) -> tuple[str, tuple[str, ...]]:
     found = event.texts("strikes")
     return f"the node sits out for {event.seconds('cooldown'):.0f} s at most, for {len(found)} strike{'s' * (len(found) > 1)}:", found
 
 
-def _stacks(event: Event) -> tuple[str, ...]:
+def _stacks(event: EventLine) -> tuple[str, ...]:
     """Return the stacks of all workers in a hang, one after the other."""
     lines: list[str] = []
     for worker in event.items("workers"):

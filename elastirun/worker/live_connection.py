@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from elastirun.errors import TrainError
 from elastirun.linux import peer_of
-from elastirun.worker.live_messages import MAX_MESSAGE, VARIABLE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
+from elastirun.worker.live_messages import MAX_MESSAGE, VARIABLE, AllTrain, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
 log = logging.getLogger("elastirun.live")
 
@@ -91,7 +91,7 @@ class LiveConnection:
     def gathered(self) -> None:
         """Tell the agent that all workers of the round train together."""
         with suppress(OSError):  # the agent has ended
-            self._send(Gathered(self._round))
+            self._send(AllTrain(self._round))
 
     def wait_until_asked(self, limit: float, step: int, why: str) -> bool:
         """Return whether the agent asks this worker to leave its round. After ``limit`` seconds this tells the agent that peers are lost.

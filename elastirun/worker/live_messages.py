@@ -43,7 +43,7 @@ class Parked:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class AllTrain:
     """All workers of ``round`` train together from now on. Before, those that have a state may have trained without the others."""
 
     round: int
@@ -64,8 +64,8 @@ class Resume:
     env: Mapping[str, str]
 
 
-Message = Hello | Park | Parked | Gathered | Lost | Resume
-OF_A_ROUND: Mapping[Any, Callable[[int], Message]] = {"park": Park, "gathered": Gathered, "lost": Lost}
+Message = Hello | Park | Parked | AllTrain | Lost | Resume
+OF_A_ROUND: Mapping[Any, Callable[[int], Message]] = {"park": Park, "gathered": AllTrain, "lost": Lost}
 
 
 def store_prefix(round: int) -> str:

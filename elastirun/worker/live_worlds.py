@@ -13,14 +13,14 @@ SHOWN = 80  # characters of a value that does not parse
 
 
 @dataclass(frozen=True)
-class World:
+class LiveWorld:
     """Workers that train together. ``ranks``: their ranks in the round; the rank in the world is the index."""
 
     number: int
     ranks: tuple[int, ...]
 
 
-def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
+def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> LiveWorld:
     """Return world 0 of a round of ``size`` workers.
 
     ``told``: by node, its ranks that have a state, each with the round in which the ranks agreed upon that state. A state of an older
@@ -28,7 +28,7 @@ def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
     """
     having = [(rank, settled) for node in told for rank, settled in node]
     newest = max((settled for _, settled in having), default=0)
-    return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
+    return LiveWorld(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
 
 
 def parse_states(value: Any, workers: int) -> list[tuple[int, int]]:

@@ -67,7 +67,7 @@ class TcpStore:
         self._marks: deque[str] = deque()  # that this connection has created, the newest at the end
         self._watches: list[_Watch] = []
         with _translated(f"cannot connect to the store at {address}:{port}"):
-            self._connection = tcp_wire.Connection(address, port, limit or ANSWER_LIMIT)
+            self._connection = tcp_wire.TcpConnection(address, port, limit or ANSWER_LIMIT)
         try:
             self._connection.greet()
         except (OSError, ValueError) as error:
@@ -182,7 +182,7 @@ class _Watch:
         self._told: deque[float] = deque(maxlen=BURST)  # when ``changed`` was called last
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the connection is not closed by the thread while ``close`` uses it
-        self._connection: tcp_wire.Connection | None = None
+        self._connection: tcp_wire.TcpConnection | None = None
         start_thread("store watch", self._run)  # if none can be started, polls have to do
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            with suppress(OSError, ValueError), closing(tcp_wire.Connection(*self._where, WATCH_LIMIT)) as connection:
+            with suppress(OSError, ValueError), closing(tcp_wire.TcpConnection(*self._where, WATCH_LIMIT)) as connection:
                 self._hold(connection)
                 try:
                     connection.greet()
@@ -205,11 +205,11 @@ class _Watch:
             pause = min(PAUSE * 2 ** min(self._fruitless - 1, 10), LONGEST_PAUSE)
             self._closed.wait(pause * random.uniform(0.5, 1.0))
 
-    def _hold(self, connection: tcp_wire.Connection | None) -> None:
+    def _hold(self, connection: tcp_wire.TcpConnection | None) -> None:
         with self._lock:
             self._connection = connection
 
-    def _follow(self, connection: tcp_wire.Connection) -> None:
+    def _follow(self, connection: tcp_wire.TcpConnection) -> None:
         """Watch over ``connection`` until it fails (OSError), or what answers there makes no sense (ValueError)."""
         try:
             self._tell_of_changes(connection)
@@ -218,7 +218,7 @@ class _Watch:
                 self._tell()
             raise
 
-    def _tell_of_changes(self, connection: tcp_wire.Connection) -> None:
+    def _tell_of_changes(self, connection: tcp_wire.TcpConnection) -> None:
         marked = False
         while not self._closed.is_set():
             self._pause_after_burst()

@@ -53,7 +53,7 @@ def wait(key: str) -> bytes:
     return b"\x06" + struct.pack("<Q", 1) + _key(key)
 
 
-class Connection:
+class TcpConnection:
     """A connection to what listens at ``address:port``.
 
     ``limit``: seconds to connect, and for the answers to what is sent at once; large ones have more.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent.observe.account import NO_STAMPS, Account, Change, Stamps, Totals, lines, stamps
+from elastirun.agent.observe.account import NO_STAMPS, Account, StateChange, Stamps, Totals, lines, stamps
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages
@@ -20,7 +20,7 @@ from tests.agent.test_hangs import pages, worker
 __all__ = ["pages", "worker"]  # fixtures
 
 
-def started(began: float = 10.0, told: list[Change] | None = None) -> Account:
+def started(began: float = 10.0, told: list[StateChange] | None = None) -> Account:
     """An account whose first round starts at ``began``; the agent was up at 2 and its workers' processes take 1 s."""
     account = Account(0.0, [].append if told is None else told.append)
     account.join(2.0)
@@ -226,9 +226,9 @@ def test_whatever_happens_and_is_stamped_the_parts_add_up(seed: int) -> None:
         assert sum(totals.lost_seconds.values()) <= totals.total + 0.01 and 0 <= totals.goodput <= 1
 
 
-def drawn(told: list[Change], now: float) -> list[tuple[NodeState, float, float]]:
+def drawn(told: list[StateChange], now: float) -> list[tuple[NodeState, float, float]]:
     """The states with their begin and end, where the later word counts."""
-    found: list[Change] = []
+    found: list[StateChange] = []
     for change in told:
         while found and found[-1].at >= change.at:
             found.pop()
@@ -238,7 +238,7 @@ def drawn(told: list[Change], now: float) -> list[tuple[NodeState, float, float]
 
 
 def test_each_change_of_state_is_told_and_told_again_when_more_is_known_of_it() -> None:
-    told: list[Change] = []
+    told: list[StateChange] = []
     account = started(10.0, told)
     account.look(20.0, NO_STAMPS)
     assert drawn(told, 20.0)[-2:] == [(NodeState.STARTING, 10.0, 11.0), (NodeState.RUNNING, 11.0, 20.0)], "does it stamp at all?"
@@ -260,7 +260,7 @@ def test_each_change_of_state_is_told_and_told_again_when_more_is_known_of_it() 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_the_changes_that_are_told_add_up_to_the_account(seed: int) -> None:
-    rng, now, told = random.Random(seed), 11.0, list[Change]()
+    rng, now, told = random.Random(seed), 11.0, list[StateChange]()
     account = started(10.0, told)
     found, farthest = Stamps(first=12.0, last=14.0), 0
     for _ in range(30):

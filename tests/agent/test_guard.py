@@ -146,13 +146,13 @@ def test_a_living_agent_looks_at_its_descendants_alone(monkeypatch: pytest.Monke
 AGENT, INIT, WORKER = 100, 1, 200
 
 
-def process(pid: int, parent: int, session: int, started: int = 50) -> proc.Process:
+def process(pid: int, parent: int, session: int, started: int = 50) -> proc.ProcessStat:
     tail = ["S", str(parent), str(session), str(session), *["0"] * 13, "1", "0", str(started)]
-    return proc.Process(pid, f"{pid} (a) b) {' '.join(tail)}".encode())
+    return proc.ProcessStat(pid, f"{pid} (a) b) {' '.join(tail)}".encode())
 
 
 def selected(
-    *processes: proc.Process, parent: int = INIT, strict: bool = True, before: float = kills.FOREVER, marked: tuple[int, ...] = ()
+    *processes: proc.ProcessStat, parent: int = INIT, strict: bool = True, before: float = kills.FOREVER, marked: tuple[int, ...] = ()
 ) -> set[int]:
     own = mark(f"{AGENT}-10-1-{R}")
     evidence = kills.Evidence(own, "", strict)
@@ -360,7 +360,7 @@ def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypa
 
 
 @contextmanager
-def orphan_of_the_dead(env: dict[str, str] | None = None) -> Iterator[tuple[kills.Evidence, proc.Process]]:
+def orphan_of_the_dead(env: dict[str, str] | None = None) -> Iterator[tuple[kills.Evidence, proc.ProcessStat]]:
     """An agent that has died, with the session of a worker in which one process is left."""
     worker = "import os, signal; os.setsid(); pid = os.fork()\n"
     worker += "print(os.getpid(), pid, flush=True) if pid else (os.close(1), signal.pause())"

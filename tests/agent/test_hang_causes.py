@@ -85,7 +85,7 @@ def test_who_is_not_where_failed_peers_have_waited_is_missed(
 
 
 def test_a_node_that_knows_the_cause_better_acts_first() -> None:
-    holds = [hang_causes.Verdict((0,), how).hold for how in (STOPPED, BEHIND, OUTSIDE, ELSEWHERE, UNCLEAR, WAITING)]
+    holds = [hang_causes.HangVerdict((0,), how).hold for how in (STOPPED, BEHIND, OUTSIDE, ELSEWHERE, UNCLEAR, WAITING)]
     assert holds == sorted(holds) and holds[0] == 0 and len({*holds}) == len(hang_causes.WORDS) == 6
 
 

@@ -28,7 +28,7 @@ from elastirun.rendezvous.stores import tcp_server
 from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.worker import live_connection, live_messages
 from elastirun.worker.live_connection import ENDED, LiveConnection
-from elastirun.worker.live_messages import VARIABLE, Gathered, Hello, Lost, Park, Parked, Resume, decode, encode, store_prefix
+from elastirun.worker.live_messages import VARIABLE, AllTrain, Hello, Lost, Park, Parked, Resume, decode, encode, store_prefix
 from tests.agent.test_workers import FOREVER, FakeClock, Fifo, Loop, clock, fifo, loop, slow, spec, with_fifo
 from tests.support.cluster import PATIENCE
 
@@ -82,7 +82,7 @@ def test_a_worker_that_is_gone_is_neither_asked_nor_resumed() -> None:
     assert not parking.resume(7) and parking.ask([7], 4) == []
 
 
-@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000, 2), Gathered(3), Lost(3), Resume(4, {"RANK": "1"})])
+@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000, 2), AllTrain(3), Lost(3), Resume(4, {"RANK": "1"})])
 def test_messages_are_read_as_they_were_written(message: live_messages.Message) -> None:
     assert decode(encode(message)) == message
 

@@ -18,7 +18,7 @@ NOBODY: Mapping[str, str] = {}
 def decided(text: str, own: Mapping[str, str] = NOBODY) -> Preload:
     """Decide on a machine with the packages ``INSTALLED``, of which lightning needs torch, beside the files ``own``."""
 
-    def local(step: Import) -> tuple[str, list[script_imports.Step]] | None:
+    def local(step: Import) -> tuple[str, list[script_imports.FileStep]] | None:
         return (f"{step.module}.py", steps(own[step.module])) if step.module in own else None
 
     return decide(steps(text), local, INSTALLED.__contains__, "lightning".__eq__)

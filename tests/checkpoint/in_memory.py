@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import IO
 
 from elastirun.checkpoint.backends.backend import Check
-from elastirun.checkpoint.claims import Found, is_newer, step_name
+from elastirun.checkpoint.claims import Published, is_newer, step_name
 from elastirun.checkpoint.record import MISSING, Commit, Damage, FileSum
 from elastirun.errors import ClaimLost
 
@@ -21,7 +21,7 @@ class InMemory:
 
     def __init__(self) -> None:
         self.claim = ""  # the last one
-        self.published: list[Found] = []
+        self.published: list[Published] = []
         self.files: dict[tuple[str, str], bytes] = {}  # by the names of the checkpoint and the file
 
     def take(self, claim: str, alone: bool) -> Callable[[], None]:
@@ -30,7 +30,7 @@ class InMemory:
         self.claim = claim
         return lambda: None
 
-    def checkpoints(self) -> list[Found]:
+    def checkpoints(self) -> list[Published]:
         if not self.claim:
             raise FileNotFoundError(2, "there is no directory")
         return list(self.published)
@@ -40,9 +40,9 @@ class InMemory:
             raise FileNotFoundError(2, f"there is no file {file}")
         return io.BytesIO(self.files[checkpoint, file])
 
-    def set_aside(self, found: Found) -> str:
+    def set_aside(self, found: Published) -> str:
         self.published.remove(found)
-        self.published.append(Found(found.name, found.commit, found.damage or Damage("", MISSING), set_aside=True))
+        self.published.append(Published(found.name, found.commit, found.damage or Damage("", MISSING), set_aside=True))
         return found.name
 
     def write(self, claim: str, step: int, file: str, data: memoryview) -> FileSum:
@@ -63,10 +63,10 @@ class InMemory:
         self.check_claim(claim)
         check(name, {file: len(data) for (at, file), data in self.files.items() if at == name})
         self.check_claim(claim)  # another one may have come meanwhile
-        self.published.append(Found(name, commit))
+        self.published.append(Published(name, commit))
         return name
 
-    def delete(self, claim: str, found: Collection[Found]) -> None:
+    def delete(self, claim: str, found: Collection[Published]) -> None:
         self.check_claim(claim)
         self.published = [one for one in self.published if one not in found]
         names = {one.name for one in found} - {one.name for one in self.published}

@@ -12,7 +12,7 @@ import pytest
 
 from elastirun.checkpoint.backends.backend import Backend
 from elastirun.checkpoint.backends.choose import backend_at
-from elastirun.checkpoint.claims import Found
+from elastirun.checkpoint.claims import Published
 from elastirun.checkpoint.directory import Directory
 from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
 from tests.checkpoint.in_memory import InMemory
@@ -29,7 +29,7 @@ class Place:
         self.directory = Directory(self.backend)
         self._fs, self._root = fsspec.core.url_to_fs(f"{kind}://{path}") if kind in ("memory", "local") else (None, "")
 
-    def spoil(self, found: Found, file: str, data: bytes | None) -> None:
+    def spoil(self, found: Published, file: str, data: bytes | None) -> None:
         """Put ``data`` in the place of a file; None: delete it."""
         path = f"{self._root or self.backend.path}/{found.name}/{file}"
         if isinstance(self.backend, InMemory):

@@ -15,7 +15,7 @@ import pytest
 
 from elastirun.checkpoint import claims
 from elastirun.checkpoint.backends import folder
-from elastirun.checkpoint.claims import Found, claim_name, is_claim, is_newer, is_step_name, outdated
+from elastirun.checkpoint.claims import Published, claim_name, is_claim, is_newer, is_step_name, outdated
 from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.record import COMMIT, Damage
 from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
@@ -64,7 +64,7 @@ def test_a_folder_of_others_is_left_alone(name: str) -> None:
 
 
 def test_the_newest_remain() -> None:
-    found = [Found(f"s{n}", commit_of(n, n, {})) for n in (3, 1, 2)] + [Found("wreck", None)]
+    found = [Published(f"s{n}", commit_of(n, n, {})) for n in (3, 1, 2)] + [Published("wreck", None)]
     assert [one.name for one in outdated(found, 2)] == ["s1"]
     assert [one.name for one in outdated(found, 0)] == ["s2", "s1"]  # one remains whatever the number
     assert outdated(found, 9) == outdated([], 1) == []
@@ -106,7 +106,7 @@ def test_a_folder_of_another_tool_is_neither_counted_nor_touched(tmp_path: Path)
     (tmp_path / ".staging-mine").mkdir()
     directory = open_directory(str(tmp_path))
     claim = claimed(directory, "")
-    assert claim.found == [Found("step-00000100", None, Damage(COMMIT, "is missing"))] and claim.sequence == 1
+    assert claim.found == [Published("step-00000100", None, Damage(COMMIT, "is missing"))] and claim.sequence == 1
     assert save(directory, claim.name, 100, 1, keep=1) == "step-00000100.2"
     assert (tmp_path / "step-00000100" / "__0_0.distcp").read_bytes() == b"half" and (tmp_path / ".staging-mine").is_dir()
     claim.release()
@@ -225,7 +225,7 @@ def test_what_no_rank_has_reported_is_not_published(tmp_path: Path) -> None:
 # -- verification --------------------------------------------------------------------------------------------------------------
 
 
-def published(path: Path) -> tuple[Directory, Found]:
+def published(path: Path) -> tuple[Directory, Published]:
     directory = open_directory(str(path))
     save(directory, claimed(directory, FENCE.format(1)).name, 1, 1)
     return directory, directory.scan()[0]

@@ -19,7 +19,7 @@ from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore, connect
 from elastirun.rendezvous.stores.tcp_server import connector, serve, tcp_store_class
-from elastirun.rendezvous.stores.tcp_wire import Connection
+from elastirun.rendezvous.stores.tcp_wire import TcpConnection
 from tests.support.etcd_server import Etcd, etcd
 from tests.support.listener import Listener, count_up
 from tests.support.relay import something_else
@@ -362,8 +362,8 @@ def test_many_keys_are_not_read_one_by_one(server: Server, monkeypatch: pytest.M
     for key, value in there.items():
         writer.put_if(key, None, value)
     sent: list[bytes] = []
-    send = Connection.send
-    monkeypatch.setattr(Connection, "send", lambda self, data: (sent.append(data), send(self, data)))
+    send = TcpConnection.send
+    monkeypatch.setattr(TcpConnection, "send", lambda self, data: (sent.append(data), send(self, data)))
     assert reader.get(f"job/vote/{i}" for i in range(200)) == there
     assert len(sent) == 1, "what belongs together travels in one request"
     late = {"job/vote/1": b"late"}

@@ -149,12 +149,12 @@ def test_answers_that_arrive_together_are_read_at_once() -> None:
 
 
 @contextmanager
-def connected() -> Iterator[tuple[tcp_wire.Connection, socket.socket]]:
+def connected() -> Iterator[tuple[tcp_wire.TcpConnection, socket.socket]]:
     """A connection, and the socket of its peer, in which all that is sent arrives at once."""
     ours, theirs = socket.socketpair()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tcp_wire.socket, "create_connection", lambda *_: ours)
-        connection = tcp_wire.Connection("peer", 1, 5.0)
+        connection = tcp_wire.TcpConnection("peer", 1, 5.0)
     with closing(connection), theirs:
         yield connection, theirs
 

@@ -168,8 +168,8 @@ def test_marks_that_a_stranger_makes_cost_no_more_than_the_push(server: Server, 
     writer, reads = server.connect(), []
     count_up(writer, key)
     server.foul("set", mark(key, b"1"), "x")
-    wait = tcp_wire.Connection.wait
-    monkeypatch.setattr(tcp_wire.Connection, "wait", lambda *those: reads.append(0) or wait(*those))
+    wait = tcp_wire.TcpConnection.wait
+    monkeypatch.setattr(tcp_wire.TcpConnection, "wait", lambda *those: reads.append(0) or wait(*those))
     listener = Listener(server.connect(), key)
     threading.Event().wait(1.0)
     assert 2 <= len(reads) <= 20

@@ -257,7 +257,7 @@ def test_whatever_the_fields_are_there_is_a_story(seed: int) -> None:
         changed = [name for name in line if name not in ("event", "node", "name", "v") and rng.random() < 0.3]
         fields = {**line, **{name: rng.choice(odd) for name in changed}}
         event = reader.parse_line((json.dumps(fields) + "\n").encode())
-        if isinstance(event, reader.Event):
+        if isinstance(event, reader.EventLine):
             events.append(event)
     found = story.tell(clocks.align(events))
     for lane in found.lanes:

@@ -109,7 +109,7 @@ class Job:
         """Return whether the newest round of the survivor has both nodes."""
         return self.rounds[-1:] != [] and self.rounds[-1][0] == "3"
 
-    def workers(self) -> list[proc.Process]:
+    def workers(self) -> list[proc.ProcessStat]:
         """Return the victim's workers, with what they started."""
         return [process for process in everything(self.tag) if proc.value_of("RANK", proc.environment(process.pid))]
 

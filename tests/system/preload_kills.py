@@ -27,7 +27,7 @@ NO_GUARD = "cannot start the guard"  # an agent that has never had one does not 
 LONGEST = 1.5  # seconds until the kill; the job takes less to start, so that kills fall into every phase
 
 
-def everything(tag: str) -> list[proc.Process]:
+def everything(tag: str) -> list[proc.ProcessStat]:
     """Return the living processes of a try."""
     return [process for process in proc.everything().values() if proc.value_of(TAG, proc.environment(process.pid)) == tag]
 
@@ -39,7 +39,7 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def role(process: proc.Process, agent: int) -> str:
+def role(process: proc.ProcessStat, agent: int) -> str:
     """Return what the process is to the job."""
     line = command_line(process.pid)
     if process.pid == agent:
@@ -63,7 +63,7 @@ def one_try(target: str, after: float, modules: str = "json") -> Try:
         with said.open("w") as file:
             agent = subprocess.Popen(line, env=env, stdout=file, stderr=file)
         time.sleep(after)
-        killed: list[proc.Process] = []
+        killed: list[proc.ProcessStat] = []
 
         def hit() -> bool:
             there = [process for process in everything(tag) if role(process, agent.pid) in target.split(" and ")]

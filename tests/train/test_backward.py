@@ -9,37 +9,37 @@ from torch import Tensor
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ReductionFailed
-from elastirun.train.reduction.backward import TRANSITIONS, Backward, Phase, Trigger
+from elastirun.train.reduction.backward import TRANSITIONS, Backward, BackwardPhase, BackwardTrigger
 from tests.support.worlds import run
 from tests.train.test_ddp import alone, batch, close, grads, learn, make
 from tests.train.test_trouble import Faulty
 
 
 def test_every_phase_is_reached_and_three_of_them_are_final() -> None:
-    assert set(TRANSITIONS.values()) == set(Phase) - {Phase.STARTED}
-    assert set(Phase) - {phase for phase, _ in TRANSITIONS} == {Phase.DONE, Phase.EMPTY, Phase.BROKEN}
-    assert {trigger for _, trigger in TRANSITIONS} == set(Trigger)
+    assert set(TRANSITIONS.values()) == set(BackwardPhase) - {BackwardPhase.STARTED}
+    assert set(BackwardPhase) - {phase for phase, _ in TRANSITIONS} == {BackwardPhase.DONE, BackwardPhase.EMPTY, BackwardPhase.BROKEN}
+    assert {trigger for _, trigger in TRANSITIONS} == set(BackwardTrigger)
 
 
 @pytest.mark.parametrize("reduces", [True, False])
 def test_a_backward_goes_through_the_phases_in_order(reduces: bool) -> None:
     backward = Backward(reduces)
     backward.accumulate()
-    assert backward.phase is (Phase.COLLECTING if reduces else Phase.KEEPING)
-    assert backward.advance(Trigger.GRAPH_DONE) is (Phase.REDUCING if reduces else Phase.DONE)
+    assert backward.phase is (BackwardPhase.COLLECTING if reduces else BackwardPhase.KEEPING)
+    assert backward.advance(BackwardTrigger.GRAPH_DONE) is (BackwardPhase.REDUCING if reduces else BackwardPhase.DONE)
 
 
 def test_an_impossible_transition_gives_its_history() -> None:
     backward = Backward(True)
     backward.accumulate()
-    backward.advance(Trigger.GRAPH_DONE)
+    backward.advance(BackwardTrigger.GRAPH_DONE)
     with pytest.raises(RuntimeError) as error:
-        backward.advance(Trigger.INTERRUPTED)
+        backward.advance(BackwardTrigger.INTERRUPTED)
     assert str(error.value) == (
         "impossible transition of a backward: INTERRUPTED in phase REDUCING; "
         "history: STARTED > GRADIENT_TO_REDUCE > COLLECTING > GRAPH_DONE > REDUCING"
     )
-    assert backward.phase is Phase.REDUCING
+    assert backward.phase is BackwardPhase.REDUCING
 
 
 def test_gradients_are_found_by_their_versions() -> None:

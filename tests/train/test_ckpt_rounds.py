@@ -26,7 +26,7 @@ from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer, PerRank
 from elastirun.train.checkpoints import checkpointer, publishing, restoring, staging
 from elastirun.train.checkpoints import resources as opened
-from elastirun.train.checkpoints.memory import Memory, Part, SaveId, describe, together
+from elastirun.train.checkpoints.memory import Memory, RankImage, SaveId, describe, together
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
 from elastirun.train.checkpoints.reading import tensors_in
@@ -183,7 +183,7 @@ def test_the_end_after_an_exception_waits_for_nothing(monkeypatch: pytest.Monkey
 # -- memory -------------------------------------------------------------------------------------------------------------------
 
 
-def parts_of(made: Checkpointer) -> list[Part]:
+def parts_of(made: Checkpointer) -> list[RankImage]:
     """What an agent would hold for a worker with this checkpointer."""
     found = []
     for which, image in enumerate(made._staging.images):
@@ -191,7 +191,7 @@ def parts_of(made: Checkpointer) -> list[Part]:
         if image and description:
             again = Image.of(os.dup(image.fd))
             number = SaveId(description.round, description.save, description.step, description.fence)
-            found.append(Part(number, which, description.rank, "0", again, description.files))
+            found.append(RankImage(number, which, description.rank, "0", again, description.files))
     return found
 
 
@@ -336,7 +336,7 @@ def test_what_the_agent_had_no_room_for_is_offered_again_when_there_is_some(tmp_
     image.close()
 
 
-def held(step: int, fence: str, files: Mapping[str, bytes], rank: int = 0) -> Part:
+def held(step: int, fence: str, files: Mapping[str, bytes], rank: int = 0) -> RankImage:
     places, at = {}, PAGE
     for name, data in files.items():
         places[name] = (at, len(data))
@@ -347,7 +347,7 @@ def held(step: int, fence: str, files: Mapping[str, bytes], rank: int = 0) -> Pa
     for name, data in files.items():
         image.memory[places[name][0] : places[name][0] + len(data)] = data
     image.finish(description)
-    return Part(SaveId(round, 1, step, fence), 0, rank, "0", image, places)
+    return RankImage(SaveId(round, 1, step, fence), 0, rank, "0", image, places)
 
 
 def of_two_ranks() -> dict[str, bytes]:
@@ -365,7 +365,7 @@ def test_what_only_a_lost_rank_had_does_not_make_a_copy_incomplete() -> None:
     assert together([describe([held(3, "store:1", without_x)])]) == []
 
 
-def find(directory: Directory, parts: list[Part], fence: str) -> tuple[int, str] | None:
+def find(directory: Directory, parts: list[RankImage], fence: str) -> tuple[int, str] | None:
     found = restoring.find(directory, directory.scan(), parts, fence, Ranks(), None)
     return found and (found.step, found.where)
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainError
 from elastirun.train.data.permutation import Permutation
 from elastirun.train.data.shares import share, split
-from elastirun.train.reduction.backward import Schedule
+from elastirun.train.reduction.backward import ReduceSchedule
 from tests.support.worlds import run
 
 
@@ -130,7 +130,7 @@ def steps(one: ElasticDataLoader) -> Iterator[tuple[list[int], dict[str, int]]]:
         for batch in one:
             yield samples(batch), one.state_dict()
         return
-    reducer = SimpleNamespace(schedule=Schedule(), params=[], step=0, world=SimpleNamespace(rank=one.rank, size=one.world_size))
+    reducer = SimpleNamespace(schedule=ReduceSchedule(), params=[], step=0, world=SimpleNamespace(rank=one.rank, size=one.world_size))
     ddp: Any = SimpleNamespace(_reducer=reducer, set_samples=lambda *_, **__: None, skip=lambda: None)
     for step in one.steps(ddp):
         before = one.consumed

@@ -47,7 +47,7 @@ from elastirun.train.live.world_change import WorldChange
 from elastirun.train.live.world_checkpoints import WorldCheckpoints
 from elastirun.train.reduction.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.worker.live_messages import VARIABLE
-from elastirun.worker.live_worlds import World
+from elastirun.worker.live_worlds import LiveWorld
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
@@ -549,7 +549,7 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     training._model, training._settle = model, list  # type: ignore[method-assign]
     model.request(ADMIT)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    live = SimpleNamespace(rank=0, size=1, whole=False, world=World(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None)
+    live = SimpleNamespace(rank=0, size=1, whole=False, world=LiveWorld(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None)
     live_sockets.begin()
     training._live = live  # type: ignore[assignment]
     training._make_groups()
@@ -954,7 +954,7 @@ def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypat
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._settled = SimpleNamespace(step=0), None, 4  # type: ignore[assignment]
     training._loader = training._before = SimpleNamespace(set_world=lambda *given: None, take=lambda: None)  # type: ignore[assignment]
-    training._live = SimpleNamespace(takes_in=World(1, (0, 1)))  # type: ignore[assignment]
+    training._live = SimpleNamespace(takes_in=LiveWorld(1, (0, 1)))  # type: ignore[assignment]
     training._join()
     promised: list[tuple[int, int]] = []
     training._checkpoints, training._change, training._live = WorldCheckpoints(training.state, None), None, None
@@ -969,7 +969,7 @@ def test_a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_
     monkeypatch: pytest.MonkeyPatch, settled: int, does: str
 ) -> None:
     """Its state may be the newest one that is left, if those who train are lost before."""
-    live = SimpleNamespace(find_first=lambda: World(0, (1,)), has=lambda world: False, enter=lambda: World(1, (1, 0)))
+    live = SimpleNamespace(find_first=lambda: LiveWorld(0, (1,)), has=lambda world: False, enter=lambda: LiveWorld(1, (1, 0)))
     monkeypatch.setattr(elastic, "LiveRound", lambda *given: live)
     done: list[str] = []
     training = object.__new__(elastic.Elastic)

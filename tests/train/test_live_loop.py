@@ -30,7 +30,7 @@ from elastirun.train.live.phases import Event, Phase
 from elastirun.train.live.state_copy import StateKept
 from elastirun.train.live.step_snapshot import Rehearsal
 from elastirun.train.reduction.control_words import ADMIT
-from elastirun.worker.live_worlds import World
+from elastirun.worker.live_worlds import LiveWorld
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
@@ -95,7 +95,7 @@ def test_a_worker_whose_older_state_does_not_count_stays_in_the_loop(live: Make,
     def enter(training: elastic.Elastic) -> None:
         training._model.set_group(init_sync=False)
         training._phase = Phase.JOINING
-        training._live.takes_in = World(1, (0, 1))  # type: ignore[union-attr]
+        training._live.takes_in = LiveWorld(1, (0, 1))  # type: ignore[union-attr]
         del training._live.size  # type: ignore[union-attr, misc]  # it is in no world before it has the state
         training._join()
 
@@ -735,7 +735,7 @@ def test_an_average_of_the_model_is_used_in_another_world_than_it_was_made_in(li
 def test_what_the_checkpoints_of_a_later_world_wait_for_is_cut(live: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent may ask this worker to leave its round while a peer does not come to the group that the checkpoints make."""
     training, _ = live()
-    training._change = SimpleNamespace(world=World(1, (0, 1)))  # type: ignore[assignment]
+    training._change = SimpleNamespace(world=LiveWorld(1, (0, 1)))  # type: ignore[assignment]
     training._live = SimpleNamespace(begin=lambda world: None, rank=0, size=2)  # type: ignore[assignment]
     monkeypatch.setattr(training, "_look_for_others", live_sockets.end)
     heard = []

@@ -22,7 +22,7 @@ from elastirun.train.groups import connections as group_connections
 from elastirun.train.live import live_round
 from elastirun.train.live.live_round import LiveRound, RoundOver
 from elastirun.worker.live_messages import store_prefix
-from elastirun.worker.live_worlds import World, first_world, parse_ranks, parse_states
+from elastirun.worker.live_worlds import LiveWorld, first_world, parse_ranks, parse_states
 from tests.support.mutants import PATIENCE
 
 NAMES = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ELASTIRUN_WORLD")
@@ -40,7 +40,7 @@ NAMES = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     ids=["first_round", "nobody_has_a_state", "some_have", "of_one_node", "an_older_state_counts_as_none"],
 )
 def test_those_with_the_newest_state_begin(told: list[list[list[int]]], ranks: tuple[int, ...]) -> None:
-    assert first_world(told, 4) == World(0, ranks)
+    assert first_world(told, 4) == LiveWorld(0, ranks)
 
 
 @pytest.mark.parametrize("value", [None, 3, {"0": 1}, ["0"], [True], [-1], [4], [0, 0], [[0]]], ids=str)
@@ -164,7 +164,7 @@ def test_those_with_a_state_go_on_and_a_new_one_is_taken_in_when_it_is_ready(mak
         changed.result(PATIENCE)
     entered.result(PATIENCE)
     assert [(worker.rank, worker.size) for worker in (*old, new)] == [(0, 3), (1, 3), (2, 3)]
-    assert new.world == World(1, (0, 2, 1))
+    assert new.world == LiveWorld(1, (0, 2, 1))
 
 
 def test_a_world_that_a_stranger_has_written_is_no_world(make: Callable[..., Round]) -> None:
@@ -186,7 +186,7 @@ def test_the_same_ranks_meet_again_in_another_world_and_new_ones_find_the_one_af
     late.reconnect()  # what it knows of the round stays, and is not in the environment any more
     late.repeat()
     again.result(PATIENCE)
-    assert first.world == late.world == World(1, (0, 2)) and (late.rank, late.size, late.whole) == (1, 2, False)
+    assert first.world == late.world == LiveWorld(1, (0, 2)) and (late.rank, late.size, late.whole) == (1, 2, False)
     new = [job.worker(rank) for rank in (1, 3)]
     asked = threading.Event()
     comes = [job.enter(one) for one in new]
@@ -194,7 +194,7 @@ def test_the_same_ranks_meet_again_in_another_world_and_new_ones_find_the_one_af
     assert asked.wait(PATIENCE)
     for waits in [job.goes_on(first), job.goes_on(late), *comes]:
         waits.result(PATIENCE)
-    assert {one.world for one in (first, late, *new)} == {World(2, (0, 2, 1, 3))}
+    assert {one.world for one in (first, late, *new)} == {LiveWorld(2, (0, 2, 1, 3))}
 
 
 def test_several_that_are_ready_are_taken_in_together(make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_several_that_are_ready_are_taken_in_together(make: Callable[..., Round]
     old.begin(old.find_next())
     for one in entered:
         one.result(PATIENCE)
-    assert old.world == World(1, (1, 0, 2)) and old.rank == 0
+    assert old.world == LiveWorld(1, (1, 0, 2)) and old.rank == 0
 
 
 def test_one_that_is_ready_does_not_wait_for_ever_for_another_one(make: Callable[..., Round]) -> None:
@@ -237,7 +237,7 @@ def test_one_that_is_ready_does_not_wait_for_ever_for_another_one(make: Callable
     assert asked.wait(PATIENCE)
     old.begin(old.find_next())
     entered.result(PATIENCE)
-    assert new.world == World(1, (0, 2))
+    assert new.world == LiveWorld(1, (0, 2))
     last = here.worker(1)
     asked.clear()
     entered = here.enter(last)
@@ -246,7 +246,7 @@ def test_one_that_is_ready_does_not_wait_for_ever_for_another_one(make: Callable
     for changed in [here.goes_on(worker) for worker in (old, new)]:
         changed.result(PATIENCE)
     entered.result(PATIENCE)
-    assert last.world == World(2, (0, 2, 1)) and (last.rank, new.rank) == (2, 1)
+    assert last.world == LiveWorld(2, (0, 2, 1)) and (last.rank, new.rank) == (2, 1)
 
 
 def test_who_has_left_asks_for_no_world(make: Callable[..., Round]) -> None:
@@ -351,7 +351,7 @@ def test_a_new_worker_is_taken_in_although_its_connection_has_broken(make: Calla
     assert asked.wait(PATIENCE)
     here.goes_on(old).result(PATIENCE)
     entered.result(PATIENCE)
-    assert new.worker.world == World(1, (0, 1))
+    assert new.worker.world == LiveWorld(1, (0, 1))
     if waits_for == "a_world":
         return
     waits = here.threads.submit(new.worker.wait_until_switched, new.worker.world)
@@ -366,7 +366,7 @@ def test_a_switch_that_could_not_be_said_at_once_is_said_again(make: Callable[..
     here = make(2)
     old = Cut(here, 0)
     old.cut()
-    old.worker.say_switched(World(1, (0, 1)))
+    old.worker.say_switched(LiveWorld(1, (0, 1)))
     assert here.store.check([f"{store_prefix(2)}/switched/1"])
 
 
@@ -449,7 +449,7 @@ def test_a_new_worker_waits_as_long_as_the_others_need_for_a_step(make: Callable
     time.sleep(2 * live_round.NAPS[1])
     here.goes_on(old).result(PATIENCE)
     entered.result(PATIENCE)
-    assert here.made[1].world == old.world == World(1, (0, 1))
+    assert here.made[1].world == old.world == LiveWorld(1, (0, 1))
 
 
 def test_a_new_worker_that_is_asked_for_after_the_last_step_ends_well(make: Callable[..., Round]) -> None:

@@ -33,7 +33,7 @@ RESTART_AFTER = 10.0  # seconds; a server that lived for less is not started aga
 REPORT_LIMIT = 1 << 20  # bytes of the server's report and of a fork's reason
 
 
-class Phase(Enum):
+class ServerStage(Enum):
     """Stage of a fork server."""
 
     STARTING = auto()  # it imports modules
@@ -52,13 +52,13 @@ class _Server:
     env: Mapping[str, str]  # without the round's own names
     began: float
     patience: float  # seconds for which forks may yet be waited for in this round
-    phase: Phase = Phase.STARTING
+    phase: ServerStage = ServerStage.STARTING
     report: bytes = b""
 
     def take_in(self, data: bytes) -> None:
         """Take in a part of the report, or the word before it that the last module is being imported."""
         if data.startswith(forkserver.NEARLY_LOADED) and clock.now() < self.began + NEARLY_WITHIN:
-            self.phase = Phase.NEARLY
+            self.phase = ServerStage.NEARLY
         self.report += data.lstrip(forkserver.NEARLY_LOADED)
 
 
@@ -97,20 +97,20 @@ class ParkedForks(Part):
         self._start()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ServerStage:
         """Stage of the server; GONE: there is none."""
-        return self._server.phase if self._server else Phase.GONE
+        return self._server.phase if self._server else ServerStage.GONE
 
     @property
     def loading(self) -> bool:
         """Return whether the server imports its modules, and not for too long."""
         server = self._server
-        return server is not None and server.phase is not Phase.READY and clock.now() < server.began + LOAD_LIMIT
+        return server is not None and server.phase is not ServerStage.READY and clock.now() < server.began + LOAD_LIMIT
 
     @property
     def nearly_loaded(self) -> bool:
         """Return whether all modules are imported but the last one, which does not take long."""
-        return self.phase is Phase.NEARLY
+        return self.phase is ServerStage.NEARLY
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class ParkedForks(Part):
             self._drop()
         if self._server is None:
             self._start()
-        elif self._server.phase is Phase.READY:
+        elif self._server.phase is ServerStage.READY:
             self._server.patience = FORK_LIMIT
             self._park()
 
@@ -210,13 +210,13 @@ class ParkedForks(Part):
             self._drop()
             self._start()
         else:
-            server.phase = Phase.READY
+            server.phase = ServerStage.READY
             self._park()
 
     def _on_end(self, server: _Server, mask: int) -> None:
         if server is not self._server:
             return
-        lived, was_ready = clock.now() - server.began, server.phase is Phase.READY
+        lived, was_ready = clock.now() - server.began, server.phase is ServerStage.READY
         self._drop()
         if not was_ready:
             self._tell("the fork server has ended while it imported modules; workers are executed until the next round has begun")
@@ -228,7 +228,7 @@ class ParkedForks(Part):
         """Kill the server and its forks without work."""
         server, self._server = self._server, None
         assert server is not None
-        server.phase = Phase.GONE
+        server.phase = ServerStage.GONE
         for fileobj in (server.control, server.pidfd):
             with suppress(KeyError):  # the control socket, once the report has come
                 self._selector.unregister(fileobj)
@@ -275,7 +275,7 @@ class ParkedForks(Part):
         server = self._server
         if server is None:
             return False
-        if server.phase is not Phase.READY:
+        if server.phase is not ServerStage.READY:
             self._tell("the modules are still being imported; workers are executed until they are")
             return False
         like_python = spec.argv[:2] == (sys.executable, "-u") and (spec.argv[2] == "-m" or not spec.argv[2].startswith("-"))

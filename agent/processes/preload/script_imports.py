@@ -33,7 +33,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
-class Step:
+class FileStep:
     """Something that a file does when it is run."""
 
     first: bool = False  # stands at the top of the file, with nothing but imports before it
@@ -41,12 +41,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Change(Step):
+class EnvironmentChange(FileStep):
     """A change of the environment variables."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Import(Step):
+class Import(FileStep):
     """An import statement, or what counts as one."""
 
     module: str
@@ -58,10 +58,10 @@ class Import(Step):
         return self.module.partition(".")[0]
 
 
-Local = tuple[str, Sequence[Step]]  # a file of the user's own, with what it does when it is imported
+Local = tuple[str, Sequence[FileStep]]  # a file of the user's own, with what it does when it is imported
 
 
-def steps(text: str | bytes, package: str = "") -> list[Step]:
+def steps(text: str | bytes, package: str = "") -> list[FileStep]:
     """Return the imports and the changes of the environment in a file of ``package``, in their order; none if it cannot be parsed."""
     try:
         body = ast.parse(text).body
@@ -77,7 +77,7 @@ def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _steps_of(node: ast.AST, package: str, first: bool = False, later: bool = False) -> Iterator[Step]:
+def _steps_of(node: ast.AST, package: str, first: bool = False, later: bool = False) -> Iterator[FileStep]:
     if isinstance(node, ast.Import):
         yield from (Import(first, later, module=alias.name) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -85,7 +85,7 @@ def _steps_of(node: ast.AST, package: str, first: bool = False, later: bool = Fa
         module = ".".join([*parents, *([node.module] if node.module else [])])
         yield Import(first, later, module=module, parts=tuple(alias.name for alias in node.names))
     elif _changes_environment(node):
-        yield Change(later=later)
+        yield EnvironmentChange(later=later)
     later = later or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     for_types = isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING"
     for child in node.orelse if isinstance(node, ast.If) and for_types else ast.iter_child_nodes(node):
@@ -106,7 +106,7 @@ def _name(node: ast.AST) -> str:
 
 
 def decide(
-    script: Sequence[Step], local: Callable[[Import], Local | None], installed: Callable[[str], bool], needs_torch: Callable[[str], bool]
+    script: Sequence[FileStep], local: Callable[[Import], Local | None], installed: Callable[[str], bool], needs_torch: Callable[[str], bool]
 ) -> Preload:
     """Return what to preload for a script, and why.
 
@@ -124,14 +124,14 @@ def decide(
         return Preload(why=NO_TORCH)
     imported = next((i for i in at_torch if not flat[i][0].later), len(flat))
     only_imports = imported < len(flat) and flat[imported][0].first
-    if any(isinstance(step, Change) and not (step.later and only_imports) for step, _ in flat[:imported]):
+    if any(isinstance(step, EnvironmentChange) and not (step.later and only_imports) for step, _ in flat[:imported]):
         return Preload(why=CHANGES)
     step, file = flat[at_torch[0]]
     assert isinstance(step, Import)
     return Preload(("torch",), _tried(script, local, installed), f"{file} imports {step.module}")
 
 
-def _with_local(script: Sequence[Step], local: Callable[[Import], Local | None]) -> Iterator[tuple[Step, str]]:
+def _with_local(script: Sequence[FileStep], local: Callable[[Import], Local | None]) -> Iterator[tuple[FileStep, str]]:
     """Yield what the script does, with what its own files do in place of their imports, and the name of the file."""
     for step in script:
         found = local(step) if isinstance(step, Import) else None
@@ -142,7 +142,7 @@ def _with_local(script: Sequence[Step], local: Callable[[Import], Local | None])
                 yield replace(inner, first=inner.first and step.first, later=inner.later or step.later), found[0]
 
 
-def _tried(script: Sequence[Step], local: Callable[[Import], Local | None], installed: Callable[[str], bool]) -> tuple[str, ...]:
+def _tried(script: Sequence[FileStep], local: Callable[[Import], Local | None], installed: Callable[[str], bool]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for step in script:
         if not isinstance(step, Import) or not step.first or local(step):
@@ -199,7 +199,7 @@ class Files:
             self._imported[step] = (os.path.basename([*paths][-1]), others) if paths else None
         return self._imported[step]
 
-    def of_module(self, module: str) -> list[Step]:
+    def of_module(self, module: str) -> list[FileStep]:
         """Return what ``python -m module`` does."""
         paths = _paths(module, [*self._folders, *sys.path])
         if paths and os.path.basename(paths[-1][0]) == "__init__.py":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import IO, Protocol
 
-from elastirun.checkpoint.claims import Found
+from elastirun.checkpoint.claims import Published
 from elastirun.checkpoint.record import Commit, FileSum
 
 # A check before a publish. Arguments: where the files are, for messages, and the size of each. An exception ends the publish.
@@ -43,7 +43,7 @@ class Backend(Protocol):
         """
         ...
 
-    def checkpoints(self) -> Iterable[Found]:
+    def checkpoints(self) -> Iterable[Published]:
         """Return all published checkpoints in any order, with those that were set aside, which are marked.
 
         Raises FileNotFoundError if the directory does not exist.
@@ -57,7 +57,7 @@ class Backend(Protocol):
         """
         ...
 
-    def set_aside(self, found: Found) -> str:
+    def set_aside(self, found: Published) -> str:
         """Mark a checkpoint, so that it never counts again; return where it is now. Nothing is deleted."""
         ...
 
@@ -81,7 +81,7 @@ class Backend(Protocol):
         """
         ...
 
-    def delete(self, claim: str, found: Collection[Found]) -> None:
+    def delete(self, claim: str, found: Collection[Published]) -> None:
         """Delete published checkpoints, and what an earlier deletion under this claim has left.
 
         Where a step that is saved again under one claim gets the same files, they stay until the last of its records goes.

@@ -25,7 +25,7 @@ from typing import IO
 
 from elastirun.checkpoint.backends.backend import Check
 from elastirun.checkpoint.backends.files import GONE, open_regular, sync_folder, write_file, write_small
-from elastirun.checkpoint.claims import Found, is_claim, is_newer, is_step_name, step_name
+from elastirun.checkpoint.claims import Published, is_claim, is_newer, is_step_name, step_name
 from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, Commit, Damage, FileSum, clip, decode, encode
 from elastirun.errors import CheckpointError, ClaimLost
 
@@ -64,10 +64,10 @@ class Folder:
                 os.rmdir(self._staging(claim))  # not if something is left in it: the next claim deletes that
             os.close(lock)
 
-    def checkpoints(self) -> Iterator[Found]:
+    def checkpoints(self) -> Iterator[Published]:
         return (self.checkpoint(name) for name in sorted(os.listdir(self.path)) if is_step_name(name) or name.startswith(DAMAGED))
 
-    def checkpoint(self, name: str) -> Found:
+    def checkpoint(self, name: str) -> Published:
         """Return the checkpoint in the folder ``name``, with its record or what is wrong with that."""
         commit = damage = None
         try:
@@ -78,12 +78,12 @@ class Folder:
         except OSError as error:
             lasting = error.errno in GONE
             damage = Damage(COMMIT, MISSING if lasting else f"cannot be read: {error.strerror}", lasting)
-        return Found(name, commit, damage, set_aside=name.startswith(DAMAGED))
+        return Published(name, commit, damage, set_aside=name.startswith(DAMAGED))
 
     def open(self, checkpoint: str, file: str) -> IO[bytes]:
         return open_regular(os.path.join(self.path, checkpoint, file))
 
-    def set_aside(self, found: Found) -> str:
+    def set_aside(self, found: Published) -> str:
         name = self._rename(found.name, f"{DAMAGED}{found.name}")
         sync_folder(self.path)
         return name
@@ -120,7 +120,7 @@ class Folder:
         sync_folder(self.path)
         return name
 
-    def delete(self, claim: str, found: Collection[Found]) -> None:
+    def delete(self, claim: str, found: Collection[Published]) -> None:
         staging = self._staging(claim)
         with self._claimed(claim):  # the fence also keeps a frozen process from deleting what later rounds may need
             for one in found:

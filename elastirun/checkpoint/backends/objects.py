@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import IO, Any, cast
 
 from elastirun.checkpoint.backends.backend import Check
-from elastirun.checkpoint.claims import Found, is_claim, is_newer, is_step_name, step_name
+from elastirun.checkpoint.claims import Published, is_claim, is_newer, is_step_name, step_name
 from elastirun.checkpoint.record import COMMIT, FORMAT, MAX_BYTES, Commit, Damage, FileSum, clip, decode, encode, parse
 from elastirun.errors import CheckpointError, ClaimLost
 
@@ -56,7 +56,7 @@ class ObjectStore:
             if self._put(last + 1, json.dumps({"format": FORMAT, "claim": claim}).encode()):
                 return lambda: None
 
-    def checkpoints(self) -> list[Found]:
+    def checkpoints(self) -> list[Published]:
         fs, root = self._store
         if not (entries := self._entries(self._numbers("commits"))) and not fs.exists(root):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
@@ -71,7 +71,7 @@ class ObjectStore:
         except Exception as error:
             raise OSError(errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO, _what(error)) from None
 
-    def set_aside(self, found: Found) -> str:
+    def set_aside(self, found: Published) -> str:
         number = found.commit.sequence if found.commit else int(_ENTRY.findall(found.name)[-1])
         name = f"damaged/{number:012d}.json"
         with _as_oserror():
@@ -105,7 +105,7 @@ class ObjectStore:
             self._check_holder(claim, "")
         return name
 
-    def delete(self, claim: str, found: Collection[Found]) -> None:
+    def delete(self, claim: str, found: Collection[Published]) -> None:
         self._check_holder(claim, self._end()[2])
         for one in found:
             assert one.commit
@@ -200,16 +200,16 @@ class ObjectStore:
             fs.rm(f"{root}/{name}", recursive=True)
 
 
-def _records(entries: Mapping[int, bytes]) -> dict[int, Found]:
+def _records(entries: Mapping[int, bytes]) -> dict[int, Published]:
     """Return the checkpoints in the log by number."""
     claims, records = _claims(entries), {}
     for number, data in entries.items():
         if not _claim_in(data):
             try:
                 commit = decode(data)
-                records[number] = Found(f"{step_name(commit.step)}.{claims[number]}", commit)
+                records[number] = Published(f"{step_name(commit.step)}.{claims[number]}", commit)
             except CheckpointError as error:
-                records[number] = Found(_name(number), None, Damage(COMMIT, str(error)))
+                records[number] = Published(_name(number), None, Damage(COMMIT, str(error)))
     return records
 
 

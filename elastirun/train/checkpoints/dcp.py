@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from elastirun.checkpoint.record import clip, is_file_name, number
 from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Box, Chunk, SavedTensor, check_chunks, volume
 from elastirun.errors import CheckpointError
-from elastirun.train.checkpoints.reading import Open, Saved, check_targets, copy_pairs, files_in
+from elastirun.train.checkpoints.reading import Open, TorchSaved, check_targets, copy_pairs, files_in
 from elastirun.train.state.layout import Plan
 from elastirun.train.state.loading import PREFIXES
 from elastirun.train.state.torch_zip import shell
@@ -121,7 +121,7 @@ class Foreign:
 
     def __init__(self) -> None:
         self.tree: dict[str, Node] = {}
-        self.tensors: dict[str, Saved] = {}
+        self.tensors: dict[str, TorchSaved] = {}
         self.skipped: list[str] = []
         self._memory: dict[str, Tensor] = {}  # tensors that are in memory, or mapped
         self._folder: Open | None = None
@@ -161,7 +161,7 @@ class Foreign:
         self.tree = {key: self._whole if self._whole is not None else self.tree}
         self.tensors = {join(key, name): tensor for name, tensor in self.tensors.items()}
 
-    def _read(self, saved: Saved, chunk: Chunk) -> Tensor:
+    def _read(self, saved: TorchSaved, chunk: Chunk) -> Tensor:
         if chunk.file in self._memory:
             return self._memory[chunk.file]
         assert self._folder is not None
@@ -291,7 +291,7 @@ def _file_name(name: Any) -> str:
     return name
 
 
-def _tensor(name: str, described: Any, stored: Mapping[tuple[str, Any], tuple[str, int, int]]) -> Saved:
+def _tensor(name: str, described: Any, stored: Mapping[tuple[str, Any], tuple[str, int, int]]) -> TorchSaved:
     fields = described.state
     shape, properties = _sizes(fields["size"]), fields["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
@@ -365,7 +365,7 @@ def _with_lists(node: Node) -> Node:
     return {str(key): each for key, each in nodes.items()}
 
 
-def _with_groups(node: Node, path: str, tensors: dict[str, Saved]) -> Node:
+def _with_groups(node: Node, path: str, tensors: dict[str, TorchSaved]) -> Node:
     """Return ``node`` with optimizers as other state dicts have them, where DCP's option ``flatten_optimizer_state_dict`` has changed that.
 
     It puts the options of each parameter under ``param_groups.<name>.<option>``, and its state under ``state.<name>.<key>``.

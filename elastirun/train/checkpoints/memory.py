@@ -32,7 +32,7 @@ class SaveId(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankImage:
     """A complete image: what one rank has staged of a save."""
 
     save: SaveId
@@ -107,7 +107,7 @@ class Memory:
         while self._refused:
             self._kept.pop(self._refused.pop(), None)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RankImage]:
         """Return the complete images of this node."""
         found = []
         for name, fd in memory_tier.found(f"{self._prefix}.").items() if self.there else ():
@@ -122,10 +122,10 @@ class Memory:
                 image.close()
                 continue
             save = SaveId(description.round, description.save, description.step, description.fence)
-            found.append(Part(save, int(which), description.rank, local_rank, image, description.files))
+            found.append(RankImage(save, int(which), description.rank, local_rank, image, description.files))
         return found
 
-    def adopt(self, parts: Iterable[Part]) -> dict[int, Image]:
+    def adopt(self, parts: Iterable[RankImage]) -> dict[int, Image]:
         """Return the images that an earlier worker with this local rank has left, by number; close the others. They are kept already."""
         own: dict[int, Image] = {}
         for part in parts:
@@ -137,7 +137,7 @@ class Memory:
         return own
 
 
-def describe(parts: Iterable[Part]) -> str:
+def describe(parts: Iterable[RankImage]) -> str:
     """Return what this node has, as text for the other ranks."""
     lines = []
     for part in parts:
@@ -150,7 +150,7 @@ def describe(parts: Iterable[Part]) -> str:
     return json.dumps(lines)
 
 
-def _files_of(part: Part) -> tuple[list[str], list[str]]:
+def _files_of(part: RankImage) -> tuple[list[str], list[str]]:
     """Return the files that every rank needs, and those that only hold the values of one rank. Raises CheckpointError and KeyError."""
     tensors = tensors_in(bytes(part.read(TENSORS)))
     marked = {name for name in tensors if "@" in name}
@@ -189,7 +189,7 @@ def together(texts: Sequence[str]) -> list[HeldSave]:
     return sorted((held for held in found.values() if held.complete), key=lambda held: held.save, reverse=True)
 
 
-def fetch(held: HeldSave, parts: Iterable[Part], ranks: Ranks) -> dict[str, memoryview]:
+def fetch(held: HeldSave, parts: Iterable[RankImage], ranks: Ranks) -> dict[str, memoryview]:
     """Return the content of every file. Every rank calls it; what a node does not have comes from a rank that has it."""
     mine = sorted((part for part in parts if part.save == held.save), key=lambda part: part.rank)
     files: dict[str, memoryview] = {}

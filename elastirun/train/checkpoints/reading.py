@@ -24,7 +24,7 @@ from elastirun.train.state.gc_pause import no_collection
 from elastirun.train.state.layout import local_box
 from elastirun.train.state.values import DTYPES
 
-Saved = SavedTensor[torch.dtype]
+TorchSaved = SavedTensor[torch.dtype]
 
 
 # Returns the content of the file of this name, wherever the files of a checkpoint are. Raises OSError or ``CheckpointError``.
@@ -48,7 +48,7 @@ def files_in(folder: str | os.PathLike[str]) -> Open:
     return content
 
 
-def tensors_in(data: bytes) -> dict[str, Saved]:
+def tensors_in(data: bytes) -> dict[str, TorchSaved]:
     """Return the tensors by name that tensors.json lists. Raises ``CheckpointError`` with what is wrong."""
     try:
         with no_collection():
@@ -59,10 +59,10 @@ def tensors_in(data: bytes) -> dict[str, Saved]:
 
 # -- fill -----------------------------------------------------------------------------------------------------------------
 
-Read = Callable[[Saved, Chunk], Tensor]
+ReadChunk = Callable[[TorchSaved, Chunk], Tensor]
 
 
-def fill(saved: Mapping[str, Saved], content: Open, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
+def fill(saved: Mapping[str, TorchSaved], content: Open, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
     """Copy the checkpoint's tensors into ``targets``, each into its own or, of a DTensor, into the shard of this rank.
 
     Floating point numbers are converted to the target's width. Raises ``CheckpointError``, before anything is changed, for other types,
@@ -76,7 +76,7 @@ def fill(saved: Mapping[str, Saved], content: Open, targets: Mapping[str, Tensor
     return missing
 
 
-def check_targets(saved: Mapping[str, Saved], targets: Mapping[str, Tensor], strict: bool) -> list[str]:
+def check_targets(saved: Mapping[str, TorchSaved], targets: Mapping[str, Tensor], strict: bool) -> list[str]:
     """Return the names of the targets that the checkpoint does not have. Raises ``CheckpointError`` for targets that do not fit."""
     missing = [name for name in targets if name not in saved]
     if missing and strict:
@@ -87,7 +87,7 @@ def check_targets(saved: Mapping[str, Saved], targets: Mapping[str, Tensor], str
     return missing
 
 
-def copy_pairs(saved: Mapping[str, Saved], read: Read, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def copy_pairs(saved: Mapping[str, TorchSaved], read: ReadChunk, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (part of a target, what is to be copied there). ``read`` gives the content of a chunk."""
     for name, target in targets.items():
         if name not in saved:
@@ -103,7 +103,7 @@ def copy_pairs(saved: Mapping[str, Saved], read: Read, targets: Mapping[str, Ten
                 yield _part(local, box, both), _part(read(saved[name], chunk), chunk.box, both)
 
 
-def _check_target(name: str, saved: Saved, target: Tensor) -> None:
+def _check_target(name: str, saved: TorchSaved, target: Tensor) -> None:
     if tuple(target.shape) != saved.shape:
         raise CheckpointError(f"{clip(name)} has the shape {list(saved.shape)} in the checkpoint, and {list(target.shape)} here")
     if target.dtype != saved.dtype and not (target.dtype.is_floating_point and saved.dtype.is_floating_point):
@@ -128,7 +128,7 @@ class _Views:
         self._files: dict[str, memoryview] = {}
         self._whole: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def __call__(self, saved: Saved, chunk: Chunk) -> Tensor:
+    def __call__(self, saved: TorchSaved, chunk: Chunk) -> Tensor:
         if chunk.file not in self._files:
             self._files[chunk.file] = self._content(chunk.file).cast("B")
         data, width = self._files[chunk.file], saved.dtype.itemsize

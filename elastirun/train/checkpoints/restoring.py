@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastirun.checkpoint.backends.folder import Folder
-from elastirun.checkpoint.claims import Found
+from elastirun.checkpoint.claims import Published
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, clip, decode, encode
 from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.dcp import open_foreign
-from elastirun.train.checkpoints.memory import Part, describe, fetch, together
+from elastirun.train.checkpoints.memory import RankImage, describe, fetch, together
 from elastirun.train.checkpoints.ranks import Ranks
 from elastirun.train.checkpoints.reading import Open, fill, tensors_in
 from elastirun.train.state.loading import load, targets, unused
@@ -41,7 +41,7 @@ class Restorable:
 
 
 def find(
-    directory: Directory, found: Sequence[Found], parts: Sequence[Part], fence: str, ranks: Ranks, step: int | None
+    directory: Directory, found: Sequence[Published], parts: Sequence[RankImage], fence: str, ranks: Ranks, step: int | None
 ) -> Restorable | None:
     """Return the checkpoint to go on from: the newest one, or that of ``step``. Every rank calls it; ``found`` is rank 0's
     list of what is published, ``parts`` what this node has in memory.
@@ -145,7 +145,7 @@ def _load(
         log.warning("%s has what the state has no place for: %s%s", where, ", ".join(left[:5]), more)
 
 
-def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_older: Callable[[Commit], bool]) -> Found | None:
+def newest_sound(directory: Directory, found: Sequence[Published], ranks: Ranks, is_older: Callable[[Commit], bool]) -> Published | None:
     """Return the newest checkpoint of which every file is as its record says; None if there is none.
 
     ``found``: rank 0's, the newest first; those for which ``is_older`` is true do not count, nor do those after them. A damaged
@@ -165,7 +165,7 @@ def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_
     return None
 
 
-def _shared(found: Found | None, ranks: Ranks) -> Found | None:
+def _shared(found: Published | None, ranks: Ranks) -> Published | None:
     """Return rank 0's ``found`` on every rank: a file server may show each node another state. None: there is no more."""
     text = ""
     if found is not None:
@@ -174,10 +174,10 @@ def _shared(found: Found | None, ranks: Ranks) -> Found | None:
     if not (text := ranks.from_first(text)):
         return None
     name, record, damage = json.loads(text)
-    return Found(name, decode(record.encode()) if record else None, Damage(*damage) if damage else None)
+    return Published(name, decode(record.encode()) if record else None, Damage(*damage) if damage else None)
 
 
-def _share(found: Found, ranks: Ranks) -> list[str]:
+def _share(found: Published, ranks: Ranks) -> list[str]:
     """Return the files that this rank checks: each file is checked by one rank, and all check about as many bytes."""
     bytes_of = [0] * ranks.world_size
     mine = []
@@ -189,7 +189,7 @@ def _share(found: Found, ranks: Ranks) -> list[str]:
     return mine
 
 
-def _report(directory: Directory, found: Found, damages: Sequence[tuple[str, bool]]) -> None:
+def _report(directory: Directory, found: Published, damages: Sequence[tuple[str, bool]]) -> None:
     """Set a damaged checkpoint aside and say so; one that only could not be read stays where it is."""
     what, kept = damages[0][0], "it stays"
     if found.damage is not None and found.damage.what == MISSING:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.worker.live_messages import store_prefix
-from elastirun.worker.live_worlds import World, first_world, parse_ranks, parse_states
+from elastirun.worker.live_worlds import LiveWorld, first_world, parse_ranks, parse_states
 
 T = TypeVar("T")
 
@@ -65,8 +65,8 @@ class LiveRound:
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []  # that use torch, and end when this worker waits for nobody any more
         self._lock = threading.Lock()
-        self.world: World | None = None  # that this worker is in
-        self.takes_in: World | None = None  # the world that takes this new worker in
+        self.world: LiveWorld | None = None  # that this worker is in
+        self.takes_in: LiveWorld | None = None  # the world that takes this new worker in
         self._first = 0  # ranks of world 0
         self._known = False  # the ranks of world 0 have a state, so they are there
         self._store = self._connect()
@@ -88,7 +88,7 @@ class LiveRound:
         """Whether all workers of the round are in the world."""
         return self.size == self._workers
 
-    def find_first(self) -> World:
+    def find_first(self) -> LiveWorld:
         """Return world 0 of the round, which this worker need not be in. It is the same for every worker of the round."""
         read = [self._wait(partial(self._read, f"node/{node}")) for node in range(self._nodes)] if self._number > 1 else []
         told = [parse_states(value, self._workers) for value in read]
@@ -96,11 +96,11 @@ class LiveRound:
         self._first, self._known = len(world.ranks), any(told)
         return world
 
-    def has(self, world: World) -> bool:
+    def has(self, world: LiveWorld) -> bool:
         """Return whether this worker is in ``world``."""
         return self._rank in world.ranks
 
-    def enter(self) -> World:
+    def enter(self) -> LiveWorld:
         """Return the first world of the round that this worker is in, when all its ranks have come.
 
         Ends the process, with code 0, if training ends before.
@@ -115,7 +115,7 @@ class LiveRound:
         self._come(world, or_over=True)
         return world
 
-    def find_next(self) -> World:
+    def find_next(self) -> LiveWorld:
         """Return the next world, when all its ranks have come. All ranks of the present one call it when rank 0 has asked for it."""
         assert self.world is not None
         number = self.world.number
@@ -130,16 +130,16 @@ class LiveRound:
     def repeat(self) -> None:
         """Be in the next world, which has the same ranks, when all of them have come. All of them call it, at any time."""
         assert self.world is not None
-        world = World(self.world.number + 1, self.world.ranks)
+        world = LiveWorld(self.world.number + 1, self.world.ranks)
         self._store.compare_set(f"world/{world.number}", "", json.dumps(world.ranks))
         self._come(world)
         self.begin(world)
 
-    def say_switched(self, world: World) -> None:
+    def say_switched(self, world: LiveWorld) -> None:
         """Tell the new ranks of ``world`` that the others have left the one before."""
         self._say(f"switched/{world.number}")
 
-    def wait_until_switched(self, world: World) -> None:
+    def wait_until_switched(self, world: LiveWorld) -> None:
         """Wait until the others are in ``world`` alone. That may take as long as a step, or what a script does between two epochs.
 
         Ends the process, with code 0, if training ends before.
@@ -151,17 +151,17 @@ class LiveRound:
         with suppress(RuntimeError):
             self._wait(partial(self._unless_over, None), within)
 
-    def begin(self, world: World) -> None:
+    def begin(self, world: LiveWorld) -> None:
         """Be in ``world`` from now on."""
         atexit.unregister(self._end_training)
         self.world = world
         os.environ.update({"RANK": str(self.rank), "WORLD_SIZE": str(self.size), NUMBER: str(world.number)})
 
-    def rank_in(self, world: World) -> int:
+    def rank_in(self, world: LiveWorld) -> int:
         """Return the rank of this worker in ``world``."""
         return world.ranks.index(self._rank)
 
-    def name_of(self, world: World) -> str:
+    def name_of(self, world: LiveWorld) -> str:
         """Return a name for the default group of ``world``."""
         return f"elastirun world {self._number}.{world.number}"
 
@@ -169,7 +169,7 @@ class LiveRound:
         """Return whether the worker of ``rank`` in the round is in the present world."""
         return self.world is not None and rank in self.world.ranks
 
-    def store(self, world: World) -> Any:
+    def store(self, world: LiveWorld) -> Any:
         """Return a store for the process groups of ``world``."""
         return c10d.PrefixStore(f"groups/{world.number}", self._store)
 
@@ -249,7 +249,7 @@ class LiveRound:
         """Return a value that was written as JSON; None if there is none."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _come(self, world: World, limit: float = math.inf, or_over: bool = False) -> None:
+    def _come(self, world: LiveWorld, limit: float = math.inf, or_over: bool = False) -> None:
         """Wait until all ranks of ``world`` have come, so that no process group waits for one that never comes.
 
         Those that train come after a step, which may take any time. ``or_over``: training may end before, and this process then, too.
@@ -270,15 +270,15 @@ class LiveRound:
             raise SystemExit(0)
         return found
 
-    def _world_after(self, number: int) -> World | None:
+    def _world_after(self, number: int) -> LiveWorld | None:
         """Return the newest world after ``number``; None if there is none, or none with this rank."""
         found = None
         while (ranks := self._read(f"world/{number + 1}")) is not None:
             number += 1
-            found = World(number, parse_ranks(ranks, self._workers))
+            found = LiveWorld(number, parse_ranks(ranks, self._workers))
         return found if found is not None and self._rank in found.ranks else None
 
-    def _look(self, world: World, ask: Callable[[], object]) -> None:
+    def _look(self, world: LiveWorld, ask: Callable[[], object]) -> None:
         """Wait until ranks are ready, write the next world, and ``ask``. Only the end of the round ends this before."""
         first = None  # when the first was ready
         while not self._stopped.wait(LOOK):

@@ -33,15 +33,15 @@ FLOW = 100_000_000  # bytes for each second that a step takes: where steps are l
 # Those of torch.optim that change each element of a parameter by its own gradient and its own part of the optimizer's state alone.
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 TAG = 0x51CE  # of these messages: the script may send others
-Part = tuple[str, int, int]  # elements of a tensor: its name, the first one, and the one after the last
+TensorRange = tuple[str, int, int]  # elements of a tensor: its name, the first one, and the one after the last
 
 
-def cut(sizes: Mapping[str, tuple[int, int]], together: Sequence[Sequence[str]], most: int) -> list[list[Part]]:
+def cut(sizes: Mapping[str, tuple[int, int]], together: Sequence[Sequence[str]], most: int) -> list[list[TensorRange]]:
     """Return slices of at most ``most`` bytes.
 
     ``sizes``: elements of each tensor, and bytes of one; ``together``: names of tensors of one size, whose elements belong together.
     """
-    slices: list[list[Part]] = []
+    slices: list[list[TensorRange]] = []
     room = 0
     for names in together:
         count, width = sizes[names[0]][0], sum(sizes[name][1] for name in names)
@@ -127,7 +127,7 @@ class Sender:
         """Wait for what is on its way. The new ranks have it."""
         self._wait()
 
-    def _begin_slice(self, flat: Flat, part: Sequence[Part]) -> None:
+    def _begin_slice(self, flat: Flat, part: Sequence[TensorRange]) -> None:
         box, at = self._staging[: _nbytes(part, self._sizes)], 0
         for name, start, stop in part:
             piece = _bytes(flat.tensors[name], start, stop)
@@ -169,7 +169,7 @@ class Receiver:
         self._state, self._source, self._group, self._limit = state, source, group, limit_of(group)
         self._received = 0
         told = self._receive_values()
-        self._slices: list[list[Part]] = [[(name, start, stop) for name, start, stop in one] for one in told["slices"]]
+        self._slices: list[list[TensorRange]] = [[(name, start, stop) for name, start, stop in one] for one in told["slices"]]
         self.more: list[float] = told["more"]
         self._together: bool = told["together"]
         self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
@@ -194,7 +194,7 @@ class Receiver:
                 self._load(told)
             self._received += 1
 
-    def _take_slice(self, part: Sequence[Part]) -> None:
+    def _take_slice(self, part: Sequence[TensorRange]) -> None:
         box, at = self._receive(self._staging[: _nbytes(part, self._sizes)]), 0
         for name, start, stop in part:
             piece = _bytes(self._wanted[name], start, stop)
@@ -254,7 +254,7 @@ def _shared(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in state.items() if not isinstance(part, PerRank)}
 
 
-def _described(flat: Flat, slices: Sequence[Sequence[Part]], more: Sequence[float], rest: Sequence[str], together: bool) -> str:
+def _described(flat: Flat, slices: Sequence[Sequence[TensorRange]], more: Sequence[float], rest: Sequence[str], together: bool) -> str:
     """Return the plain values, the tensors of one element, the names of all tensors, and the pieces they come in, as JSON."""
     tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in flat.tensors.items()]
     single = {name: tensor.item() for name, tensor in flat.tensors.items() if tensor.numel() == 1 and not tensor.is_complex()}
@@ -263,7 +263,7 @@ def _described(flat: Flat, slices: Sequence[Sequence[Part]], more: Sequence[floa
     return json.dumps({"values": values, "tensors": tensors, "single": single, "more": list(more), **pieces})
 
 
-def _rest(state: Mapping[str, Any], tensors: Mapping[str, Tensor], slices: Sequence[Sequence[Part]]) -> list[str]:
+def _rest(state: Mapping[str, Any], tensors: Mapping[str, Tensor], slices: Sequence[Sequence[TensorRange]]) -> list[str]:
     """Return the names of what is in no slice, and of a parameter for which the optimizer keeps more than when the slices were made.
 
     It has made that from the parameter as it was then, on a new rank perhaps from a part of it.
@@ -273,7 +273,7 @@ def _rest(state: Mapping[str, Any], tensors: Mapping[str, Tensor], slices: Seque
     return sorted(name for name in (tensors.keys() - sliced) | grown if tensors[name].numel())
 
 
-def _nbytes(part: Sequence[Part], sizes: Mapping[str, tuple[int, int]]) -> int:
+def _nbytes(part: Sequence[TensorRange], sizes: Mapping[str, tuple[int, int]]) -> int:
     return sum((stop - start) * sizes[name][1] for name, start, stop in part)
 
 

@@ -27,16 +27,16 @@ from elastirun.train.groups.process_groups import connects_within, end_beside, e
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.state_slices import Receiver, Sender
 from elastirun.train.reduction.control_words import SWITCH, WHOLE
-from elastirun.train.reduction.world import World as NextWorld
+from elastirun.train.reduction.world import LiveWorld as NextWorld
 from elastirun.train.state.train_state import TrainState
-from elastirun.worker.live_worlds import World
+from elastirun.worker.live_worlds import LiveWorld
 
 # Seconds for the connections of a process group, and more for each worker, when all its ranks have come: what takes longer is a peer that
 # has died just then. It is less than --failure-grace (5 s), after which the worker would be killed.
 CONNECT, CONNECT_EACH = 3.0, 0.02
 
 
-def connecting(world: World) -> Any:
+def connecting(world: LiveWorld) -> Any:
     """Return a context in which the groups of ``world`` are made."""
     return connects_within(timedelta(seconds=CONNECT + CONNECT_EACH * len(world.ranks)))
 
@@ -51,15 +51,15 @@ class WorldChange:
         state: TrainState,
         backend: str,
         timeout: timedelta | None,
-        world: World | None = None,
+        world: LiveWorld | None = None,
     ) -> None:
         self._live, self._model, self._state, self._backend, self._timeout = live, model, state, backend, timeout
         self._model_switch = WorldSwitch(model)
-        self._next: tuple[World, NextWorld] | None = None
+        self._next: tuple[LiveWorld, NextWorld] | None = None
         self._error: BaseException | None = None
         self._work: Sender | Receiver | None = None
         self.sharing = 0  # ranks that the data are shared among, for a new rank
-        self.world: World | None = None  # that this rank has switched to
+        self.world: LiveWorld | None = None  # that this rank has switched to
         self._thread: threading.Thread | None = None
         self._stepped, self._seconds = time.monotonic(), 0.0  # when the last step was made, and how long it took
         self._model_switch.hold_plan(True)
@@ -129,7 +129,7 @@ class WorldChange:
             self._next[1].transport.close()
         self._next = self._work = None
 
-    def _default_group(self, world: World) -> dist.ProcessGroup:
+    def _default_group(self, world: LiveWorld) -> dist.ProcessGroup:
         live = self._live
         with connecting(world):
             store, name = live.store(world), live.name_of(world)

@@ -10,7 +10,7 @@ from torch import nn
 from elastirun.train import autograd_engine
 
 
-class Phase(str, Enum):
+class BackwardPhase(str, Enum):
     """The phases of a backward."""
 
     STARTED = "the engine runs, and no gradient of the module is certain to come"
@@ -23,7 +23,7 @@ class Phase(str, Enum):
     BROKEN = "an exception ended the reduction"
 
 
-class Trigger(str, Enum):
+class BackwardTrigger(str, Enum):
     """The cause of a transition."""
 
     GRADIENT_TO_KEEP = "a gradient is accumulated in a backward that does not reduce"
@@ -35,24 +35,24 @@ class Trigger(str, Enum):
     FAILED = "an exception was raised within the reduction"
 
 
-STARTED, KEEPING, COLLECTING, REDUCING, DRAINING, DONE, EMPTY, BROKEN = Phase
+STARTED, KEEPING, COLLECTING, REDUCING, DRAINING, DONE, EMPTY, BROKEN = BackwardPhase
 
-TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
-    (STARTED, Trigger.GRADIENT_TO_KEEP): KEEPING,
-    (STARTED, Trigger.GRADIENT_TO_REDUCE): COLLECTING,
-    (STARTED, Trigger.GRAPH_DONE): EMPTY,
-    (STARTED, Trigger.INTERRUPTED): EMPTY,
-    (STARTED, Trigger.NO_BACKWARD): REDUCING,
-    (STARTED, Trigger.FAILED): BROKEN,
-    (KEEPING, Trigger.GRAPH_DONE): DONE,
-    (KEEPING, Trigger.INTERRUPTED): DONE,
-    (COLLECTING, Trigger.GRAPH_DONE): REDUCING,
-    (COLLECTING, Trigger.INTERRUPTED): DRAINING,
-    (COLLECTING, Trigger.FAILED): BROKEN,
-    (REDUCING, Trigger.REDUCED): DONE,
-    (REDUCING, Trigger.FAILED): BROKEN,
-    (DRAINING, Trigger.REDUCED): DONE,
-    (DRAINING, Trigger.FAILED): BROKEN,
+TRANSITIONS: dict[tuple[BackwardPhase, BackwardTrigger], BackwardPhase] = {
+    (STARTED, BackwardTrigger.GRADIENT_TO_KEEP): KEEPING,
+    (STARTED, BackwardTrigger.GRADIENT_TO_REDUCE): COLLECTING,
+    (STARTED, BackwardTrigger.GRAPH_DONE): EMPTY,
+    (STARTED, BackwardTrigger.INTERRUPTED): EMPTY,
+    (STARTED, BackwardTrigger.NO_BACKWARD): REDUCING,
+    (STARTED, BackwardTrigger.FAILED): BROKEN,
+    (KEEPING, BackwardTrigger.GRAPH_DONE): DONE,
+    (KEEPING, BackwardTrigger.INTERRUPTED): DONE,
+    (COLLECTING, BackwardTrigger.GRAPH_DONE): REDUCING,
+    (COLLECTING, BackwardTrigger.INTERRUPTED): DRAINING,
+    (COLLECTING, BackwardTrigger.FAILED): BROKEN,
+    (REDUCING, BackwardTrigger.REDUCED): DONE,
+    (REDUCING, BackwardTrigger.FAILED): BROKEN,
+    (DRAINING, BackwardTrigger.REDUCED): DONE,
+    (DRAINING, BackwardTrigger.FAILED): BROKEN,
 }
 
 
@@ -69,7 +69,7 @@ class Backward:
         self._versions: list[int | None] = []  # of the parameters' gradients when the backward started
         self._history: list[str] = []
 
-    def advance(self, trigger: Trigger) -> Phase:
+    def advance(self, trigger: BackwardTrigger) -> BackwardPhase:
         """Enter the phase that follows and return it. An impossible transition is a bug; the error gives the transitions before it."""
         try:
             self.phase = TRANSITIONS[self.phase, trigger]
@@ -82,7 +82,7 @@ class Backward:
 
     def accumulate(self) -> None:
         """Enter the phase in which gradients are accumulated."""
-        self.advance(Trigger.GRADIENT_TO_REDUCE if self.reduces else Trigger.GRADIENT_TO_KEEP)
+        self.advance(BackwardTrigger.GRADIENT_TO_REDUCE if self.reduces else BackwardTrigger.GRADIENT_TO_KEEP)
 
     def remember(self, params: Sequence[nn.Parameter]) -> None:
         """Note the versions of the gradients, for ``has_accumulated``."""
@@ -97,7 +97,7 @@ def _versions(params: Sequence[nn.Parameter]) -> list[int | None]:
     return [None if param.grad is None else param.grad._version for param in params]
 
 
-class Schedule:
+class ReduceSchedule:
     """Counts backwards and decides which of them reduce: every n-th one, outside of ``no_sync()``."""
 
     def __init__(self) -> None:
@@ -133,6 +133,6 @@ class Schedule:
         """Undo ``count`` for a backward that has accumulated nothing."""
         self.backwards -= 1
 
-    def keep_requests(self, old: Schedule) -> None:
+    def keep_requests(self, old: ReduceSchedule) -> None:
         """Do what the user has asked of ``old``."""
         self.sync, self.every = old.sync, old.every

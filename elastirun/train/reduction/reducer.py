@@ -34,7 +34,7 @@ from elastirun.progress import progress
 from elastirun.train import autograd_engine
 from elastirun.train.errors import OutsideForward, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import gather
-from elastirun.train.reduction.backward import BROKEN, DONE, DRAINING, EMPTY, STARTED, Schedule, Trigger
+from elastirun.train.reduction.backward import BROKEN, DONE, DRAINING, EMPTY, STARTED, ReduceSchedule, BackwardTrigger
 from elastirun.train.reduction.buckets.bucket_set import BucketSet
 from elastirun.train.reduction.buckets.planner import MeasuredPlan, Planner
 from elastirun.train.reduction.comm_hooks import Hook
@@ -59,7 +59,7 @@ class CarriedOver:
 
     number: int
     step: int
-    schedule: Schedule
+    schedule: ReduceSchedule
     local_report: LocalReport
     plan: MeasuredPlan | None
 
@@ -90,7 +90,7 @@ class Reducer:
         self.running_stats = RunningStatistics(statistics)
         self.world = self._make_world(process_group, group, transport, in_use=True)
         self.step = 0  # reductions so far
-        self.schedule = Schedule()
+        self.schedule = ReduceSchedule()
         self.local_report = LocalReport(trained=trained.digest)
         self.times = StepTimes()  # since the last reduction
         self.last: StepResult | None = None  # of the last reduction
@@ -280,7 +280,7 @@ class Reducer:
         if self._reduction is not None:
             if self._reduction.phase is not STARTED or self.is_in(autograd_engine.task()):
                 return
-            self.end(Trigger.INTERRUPTED)  # an ``autograd.grad`` that has failed, with no forward since
+            self.end(BackwardTrigger.INTERRUPTED)  # an ``autograd.grad`` that has failed, with no forward since
         progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
         self._conclude()
         reduction = self._begin(self.schedule.count(), self.local_report.weight)
@@ -299,7 +299,7 @@ class Reducer:
         """Begin a backward whose gradients are dropped at its end, unless this is an inner one."""
         if self._reduction is None or self._reduction.task != autograd_engine.task():
             dropped = self._begin(reduces=False, samples=0.0)
-            dropped.advance(Trigger.FAILED)
+            dropped.advance(BackwardTrigger.FAILED)
             self._end_with_graph(dropped)
 
     def _end_with_graph(self, reduction: Reduction) -> None:
@@ -360,14 +360,14 @@ class Reducer:
         In which order the modules of one run began depends on the graph, which may differ between ranks.
         """
         for reducer in _in_task(task):
-            reducer.end(Trigger.GRAPH_DONE)
+            reducer.end(BackwardTrigger.GRAPH_DONE)
 
-    def end(self, trigger: Trigger) -> None:
+    def end(self, trigger: BackwardTrigger) -> None:
         """End the backward that the engine has left; reduce what it has accumulated, if it reduces."""
         reduction = self._reduction
         assert reduction is not None
         _active.discard(self)
-        if trigger is Trigger.GRAPH_DONE:
+        if trigger is BackwardTrigger.GRAPH_DONE:
             reduction.stop()
         if reduction.phase is BROKEN and self._broken is not None:
             if self.drops_failed_steps:
@@ -376,7 +376,7 @@ class Reducer:
                 return
             raise self._broken
         # Not after an exception: the script may have changed the gradients by now, such as by zero_grad().
-        may_tell = reduction.phase is STARTED and trigger is Trigger.GRAPH_DONE
+        may_tell = reduction.phase is STARTED and trigger is BackwardTrigger.GRAPH_DONE
         if may_tell and reduction.has_accumulated(self.params):
             self._accumulate(reduction)
         phase = reduction.advance(trigger)
@@ -409,7 +409,7 @@ class Reducer:
             return
         self._conclude()
         reduction = self._begin(True, samples, zero_samples)
-        reduction.advance(Trigger.NO_BACKWARD)
+        reduction.advance(BackwardTrigger.NO_BACKWARD)
         self._finalize(reduction)
 
     def _finalize(self, reduction: Reduction) -> None:
@@ -460,7 +460,7 @@ class Reducer:
             elif not isinstance(what, raised_by_all):
                 self._broken = ReductionFailed(f"the reduction of step {step} was interrupted by {type(what).__name__}. {AGAIN}")
             if self._reduction is not None:
-                self._reduction.advance(Trigger.FAILED)
+                self._reduction.advance(BackwardTrigger.FAILED)
             if not (self.drops_failed_steps and isinstance(what, ReductionFailed)):
                 raise
             self.parts.trained.drop_gradients()
@@ -507,4 +507,4 @@ def settle() -> None:
     if _active:
         for reducer in sorted((one for one in _active if one.interrupted and not one.broken), key=lambda one: one.number):
             with suppress(ReductionFailed):
-                reducer.end(Trigger.INTERRUPTED)
+                reducer.end(BackwardTrigger.INTERRUPTED)

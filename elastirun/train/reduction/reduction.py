@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 
 from elastirun.train.groups.collectives import all_reduce
 from elastirun.train.groups.waits import confirm
-from elastirun.train.reduction.backward import COLLECTING, Backward, Trigger
+from elastirun.train.reduction.backward import COLLECTING, Backward, BackwardTrigger
 from elastirun.train.reduction.buckets.memory import Bucket
 from elastirun.train.reduction.buckets.planner import Planner
 from elastirun.train.reduction.control_words import NOT_FINITE, Agreement, LocalReport, PendingAgreement
@@ -337,4 +337,4 @@ class Reduction(Backward):
         if hooks.all_watched or self._late:
             hooks.count(self._left)
         hooks.seen.clear()
-        self.advance(Trigger.REDUCED)
+        self.advance(BackwardTrigger.REDUCED)

@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileBox:
     """A box in a file: the bytes from ``position`` on are what ``torch.save`` writes for it, the raw data begins at ``at``."""
 
     name: str
@@ -75,7 +75,7 @@ class File:
 
     name: str
     size: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[FileBox, ...]
     stagers: tuple[int, ...]
     writer: int
 
@@ -96,9 +96,9 @@ class Plan:
         """Return the files that ``rank`` writes to the directory."""
         return tuple(file for file in self.files if file.writer == rank)
 
-    def chunks(self) -> dict[str, list[tuple[File, Chunk]]]:
+    def chunks(self) -> dict[str, list[tuple[File, FileBox]]]:
         """Return the chunks of each tensor; of tied ones, the same."""
-        found: dict[str, list[tuple[File, Chunk]]] = {name: [] for name in self.tensors}
+        found: dict[str, list[tuple[File, FileBox]]] = {name: [] for name in self.tensors}
         for file in self.files:
             for chunk in file.chunks:
                 found[chunk.name].append((file, chunk))
@@ -375,7 +375,7 @@ def _file(name: str, content: _Content, stagers: tuple[int, ...], writer: int) -
         sizes = (rows, *piece.sizes[1:]) if piece.sizes else ()
         around = shell(piece.dtype, sizes)
         at = position + len(around.before)
-        chunks.append(Chunk(piece.name, piece.dtype, offsets, sizes, row, position, around.size, at, around.nbytes))
+        chunks.append(FileBox(piece.name, piece.dtype, offsets, sizes, row, position, around.size, at, around.nbytes))
         end = position + around.size
         position = -(-end // ALIGNMENT) * ALIGNMENT
     return File(name, end, tuple(chunks), stagers, writer)
