@@ -13,7 +13,7 @@ from functools import partial
 
 from elastirun import clock
 from elastirun.agent.hangs import causes, py_spy, stuck
-from elastirun.agent.hangs.causes import Observed, HangVerdict
+from elastirun.agent.hangs.causes import HangVerdict, Observed
 from elastirun.agent.hangs.detection import HangDetector
 from elastirun.agent.hangs.reports import HangReports
 from elastirun.agent.hangs.stacks import Stacks

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from elastirun import clock
 from elastirun.agent.observe import account, events
-from elastirun.agent.observe.account import FAILURE, LEAVE, Account, StateChange, Stamps, Totals
+from elastirun.agent.observe.account import FAILURE, LEAVE, Account, Stamps, StateChange, Totals
 from elastirun.agent.observe.events import Event
 from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages

@@ -12,7 +12,7 @@ In both cases the guard kills the workers and all that they started, also in oth
 The kernel's parent-death signal reaches the workers sooner than the guard; the guard reaches the rest.
 
 GROUP is the control group (version 2) of the workers, where one could be made. It is killed as a whole, with processes that
-cannot be recognised and processes that fork faster than /proc can be read. MARK, STRICT (0 or 1) and GROUP: see ``kills.Evidence``.
+cannot be recognised and processes that fork faster than /proc can be read. MARK, STRICT (0 or 1) and GROUP: see ``kills.Traces``.
 
 Moments are seconds on CLOCK_BOOTTIME, which goes on while the machine is suspended. The timeout of a poll does not, so polls are short.
 
@@ -75,7 +75,7 @@ def prepare_in_thread(notice: bytes) -> None:
 class Guard:
     """The state that the agent's messages describe. ``deadline``: the moment at which to kill the workers; None: there is none."""
 
-    def __init__(self, evidence: kills.Evidence, deadline: float) -> None:
+    def __init__(self, evidence: kills.Traces, deadline: float) -> None:
         self.evidence = evidence
         self.deadline = deadline or None
         self.folders: list[tuple[int, int, bytes]] = []
@@ -131,7 +131,7 @@ def ignore_signals() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def has_ended(evidence: kills.Evidence, timeout: float) -> bool:
+def has_ended(evidence: kills.Traces, timeout: float) -> bool:
     """Return whether the agent and all that its workers have started have ended; waits for that at most ``timeout`` seconds.
 
     A killed worker may need a while: the kernel frees its memory, or waits for a device.
@@ -185,7 +185,7 @@ def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
     ignore_signals()
     identity = marks.parse(mark)
     assert identity is not None
-    guard = Guard(kills.Evidence(identity, group, strict), deadline)
+    guard = Guard(kills.Traces(identity, group, strict), deadline)
     guard.evidence.excluded.add(os.getpid())
     os.set_blocking(0, False)
     poller = select.poll()

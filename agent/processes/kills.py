@@ -23,7 +23,7 @@ PAUSE = 0.005  # seconds between two looks; a killed process leaves /proc when t
 FOREVER = float("inf")
 
 
-class Evidence:
+class Traces:
     """Evidence by which the processes of an agent are recognised. Changes while the agent runs.
 
     ``sessions``: the sessions of its workers, with the start time of each worker.
@@ -40,7 +40,7 @@ class Evidence:
         self.outside = {process.session for process in proc.ancestors(mark.pid)}
 
 
-def owned(evidence: Evidence, table: Table, parent: int, before: float = FOREVER) -> Table:
+def owned(evidence: Traces, table: Table, parent: int, before: float = FOREVER) -> Table:
     """Return the processes of ``table`` that belong to the agent. ``parent``: the agent, or the process that adopts its orphans.
 
     Leaves out workers that were started after ``before``, in clock ticks since boot, with all that they started.
@@ -115,7 +115,7 @@ def kill_all(find: Callable[[], Iterable[proc.ProcessStat]], twice: bool) -> set
     return killed
 
 
-def kill_below_agent(evidence: Evidence, before: float = FOREVER, whole_group: bool = True) -> int:
+def kill_below_agent(evidence: Traces, before: float = FOREVER, whole_group: bool = True) -> int:
     """Kill all that the workers have started, while the agent lives. Returns the number of killed processes.
 
     ``whole_group``: False if processes in the control group are to be left alone; then only those that are found otherwise are killed.
@@ -132,7 +132,7 @@ def kill_below_agent(evidence: Evidence, before: float = FOREVER, whole_group: b
     return len(killed | kill_all(lambda: owned(evidence, proc.descendants(agent), agent, before).values(), twice=evidence.strict))
 
 
-def kill_orphans(evidence: Evidence) -> None:
+def kill_orphans(evidence: Traces) -> None:
     """Kill all that the workers have started, after the agent has died.
 
     The caller must be a former child of the agent: the process that adopted the caller has adopted the agent's other orphans too.
@@ -150,7 +150,7 @@ def kill_orphans(evidence: Evidence) -> None:
             select.select([], [], [], PAUSE)
 
 
-def orphans(evidence: Evidence, table: Table, parent: int) -> list[proc.ProcessStat]:
+def orphans(evidence: Traces, table: Table, parent: int) -> list[proc.ProcessStat]:
     """Return the children of ``parent``, which has adopted the agent's orphans, that only their environment can show to be the agent's."""
     return [
         process
@@ -172,7 +172,7 @@ def _hides(process: proc.ProcessStat) -> bool:
     return proc.may_be_of_our_user(process.pid) and not proc.environment(process.pid)
 
 
-def all_ended(evidence: Evidence) -> bool:
+def all_ended(evidence: Traces) -> bool:
     """Return whether the agent has died, and nothing runs any more that its workers have started. For the guard, after ``kill_orphans``.
 
     A killed process counts as running until the kernel is done with it. Two looks in a row must find nothing, because a process may

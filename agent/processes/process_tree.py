@@ -60,7 +60,7 @@ class ProcessTree:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._kill_leftovers(job, inherited)
         self.group = _make_group(control_group.name(own.text, job))  # the control group for the workers; empty: none can be made
-        self._evidence = kills.Evidence(own, self.group, strict)
+        self._evidence = kills.Traces(own, self.group, strict)
         self._guard: subprocess.Popen[bytes] | None = None
         self._retry_at = math.inf  # when to try again to start a guard
         try:

@@ -17,7 +17,7 @@ from typing import IO
 from elastirun.checkpoint.backends.backend import Backend
 from elastirun.checkpoint.backends.choose import backend_at
 from elastirun.checkpoint.claims import Published, claim_name, newest_first, next_sequence, outdated
-from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, WRONG_SUM, Commit, Damage, FileSum, CheckBy, clip, matches
+from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, WRONG_SUM, CheckBy, Commit, Damage, FileSum, clip, matches
 from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
 from elastirun.worker.current_round import is_current
 

@@ -28,7 +28,7 @@ from elastirun.train.groups.process_groups import abort_groups, end_beside, init
 from elastirun.train.groups.rank_prefix import one_prefix
 from elastirun.train.live import phases
 from elastirun.train.live.live_round import LiveRound
-from elastirun.train.live.phases import NONE, Action, Event, Fact, Following, Phase
+from elastirun.train.live.phases import NONE, Fact, Following, Phase, PhaseAction, PhaseEvent
 from elastirun.train.live.start import LAUNCHED, LIVE, Given, check, init_alone, parts_of
 from elastirun.train.live.start import init_process_group as init_process_group
 from elastirun.train.live.state_copy import copy_state
@@ -116,9 +116,9 @@ class Elastic:
         if is_live and self._connection is not None:
             self._switch.drop_failed_steps()
             self._connection.cut, self._phase = self._interrupt, Phase.LEFT
-            self._happens(Event.STARTS)
+            self._happens(PhaseEvent.STARTS)
         else:
-            self._happens(Event.ROUND_BEGINS if is_live and LAUNCHED in os.environ else Event.AGREED)
+            self._happens(PhaseEvent.ROUND_BEGINS if is_live and LAUNCHED in os.environ else PhaseEvent.AGREED)
 
     @property
     def step(self) -> int:
@@ -203,11 +203,11 @@ class Elastic:
         self._before.verify()
         self._end_loop(self._open)
         self._saves_done = 0
-        self._happens(Event.COMES_BACK)
+        self._happens(PhaseEvent.COMES_BACK)
         if self._left == self._worlds:
             self._follow_up(dropped=False)
         self._left = None
-        self._happens(Event.LOOP_BEGINS, self._round_over)
+        self._happens(PhaseEvent.LOOP_BEGINS, self._round_over)
         if self._phase is not Phase.LATE:
             self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
 
@@ -287,7 +287,7 @@ class Elastic:
         number = self._worlds
         is_alone = self._phase is Phase.TRAINING and self._in_round.size == 1
         facts = (NONE if dropped else Fact.COUNTS) | (NONE if self._steps_left else Fact.EPOCH_ENDS) | (Fact.ALONE if is_alone else NONE)
-        self._happens(Event.STEP_ENDS, facts | self._round_over)
+        self._happens(PhaseEvent.STEP_ENDS, facts | self._round_over)
         return self._worlds == number
 
     @property
@@ -305,7 +305,7 @@ class Elastic:
             else:
                 self._change = WorldChange(self._in_round, self._model, self.state, Given.backend, Given.timeout)
         elif self._change.after_step(self._steps_left):
-            return Event.ALL_WHOLE, NONE
+            return PhaseEvent.ALL_WHOLE, NONE
         return None
 
     def _share_data(self) -> None:
@@ -341,7 +341,7 @@ class Elastic:
             self._end_loop(self._open)
             settle()
             was_late = self._phase is Phase.LATE
-            self._happens(Event.COMES_BACK)
+            self._happens(PhaseEvent.COMES_BACK)
             if was_late:
                 self._must_be_whole()
             else:
@@ -382,7 +382,7 @@ class Elastic:
             if number is not None:
                 self._must_be_whole()
             number = self._round
-            self._happens(Event.SAVES)
+            self._happens(PhaseEvent.SAVES)
 
     def _must_be_whole(self) -> None:
         """Raise TrainError if this worker, which was cut off for long, would leave the script with a part of the others' state."""
@@ -397,14 +397,14 @@ class Elastic:
 
     # -- phases ---------------------------------------------------------------------------------------------------------
 
-    def _happens(self, event: Event, facts: Fact = NONE) -> None:
+    def _happens(self, event: PhaseEvent, facts: Fact = NONE) -> None:
         """Do what follows ``event`` in the present phase, and what follows that in turn."""
         following: Following | None = (event, facts)
         while following is not None:
             self._phase, actions = phases.step(self._phase, *following)
             following = self._perform(actions)
 
-    def _perform(self, actions: Sequence[Action]) -> Following | None:
+    def _perform(self, actions: Sequence[PhaseAction]) -> Following | None:
         """Do ``actions``, each by the method of its name. Return the event with which the last one has ended."""
         following = None
         try:
@@ -413,13 +413,13 @@ class Elastic:
         except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
             if not self._is_loss(error):
                 raise
-            following = Event.PEERS_LOST, NONE
+            following = PhaseEvent.PEERS_LOST, NONE
         return following
 
     def _is_loss(self, error: Exception) -> bool:
         """Return whether ``error`` comes from a lost peer: the agent asks this worker to leave its round then."""
         connection = self._connection
-        if connection is None or not phases.can(self._phase, Event.PEERS_LOST) or isinstance(error, ModelMismatch | WrongUse):
+        if connection is None or not phases.can(self._phase, PhaseEvent.PEERS_LOST) or isinstance(error, ModelMismatch | WrongUse):
             return False
         is_lost = live_sockets.is_cut or self._is_asked() or self._settled != max(self._round, 1)  # the world has not begun: it is no save
         if isinstance(error, CheckpointError) and not is_lost and self._checkpoints.fails_again():
@@ -477,7 +477,7 @@ class Elastic:
         if env:
             os.environ.update(env)
             begin_round()
-        return Event.ROUND_BEGINS, NONE
+        return PhaseEvent.ROUND_BEGINS, NONE
 
     def _find_world(self) -> Following:
         """Find out which ranks begin the round."""
@@ -485,7 +485,7 @@ class Elastic:
         self._live = live = LiveRound(self._round, self._is_asked)
         is_in = live.has(live.find_first())
         is_prepared = self._rehearsal is not None or self._settled > 0
-        return Event.WORLD_FOUND, Fact.IN_WORLD if is_in else Fact.PREPARED if is_prepared else NONE
+        return PhaseEvent.WORLD_FOUND, Fact.IN_WORLD if is_in else Fact.PREPARED if is_prepared else NONE
 
     def _enter_world(self) -> None:
         """Come to the first world of the round, with all of its ranks."""
@@ -493,7 +493,7 @@ class Elastic:
 
     def _wait_until_taken_in(self) -> Following:
         self._in_round.enter()
-        return Event.TAKEN_IN, NONE
+        return PhaseEvent.TAKEN_IN, NONE
 
     def _begin_rehearsal(self) -> None:
         """Let the script make a step by itself, while this worker takes part in no round: it may be parked meanwhile."""
@@ -593,12 +593,12 @@ class Elastic:
         if behind:
             copy_state(self.state, source, rank in behind, world)
         if begins_anew:
-            return Event.AGREED, Fact.NEW
+            return PhaseEvent.AGREED, Fact.NEW
         are_late = late([theirs[2:-1] for theirs in everyone])
         if rank in are_late:
             self._tried = 1 + max(-theirs[-1] for theirs in everyone)  # it gets the state once more when all meet
-            return Event.AGREED, Fact.BEHIND
-        return Event.AGREED, Fact.AHEAD if are_late else NONE
+            return PhaseEvent.AGREED, Fact.BEHIND
+        return PhaseEvent.AGREED, Fact.AHEAD if are_late else NONE
 
     def _place(self) -> tuple[int, bool, int]:
         """Return how far this rank is in the script: its epoch, whether it is within that, and calls of ``save`` since the one before."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastirun.rendezvous.failover.evidence import Evidence, Search
+from elastirun.rendezvous.failover.evidence import Evidence, StoreSearch
 from elastirun.rendezvous.failover.succession import IN_LINE, take_over
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
@@ -152,7 +152,7 @@ def doubts(case: Case) -> bool:
 def searched(case: Case) -> Evidence:
     """Return the evidence with the search as it is now: it has begun, goes on, or is over."""
     unreached = case.evidence.unreached if case.evidence.undecided else case.view.silent_since is not None
-    search = case.evidence.search.go_on(doubts(case), case.now, PATIENCE * case.evidence.undecided) if searches(case) else Search()
+    search = case.evidence.search.go_on(doubts(case), case.now, PATIENCE * case.evidence.undecided) if searches(case) else StoreSearch()
     same = (unreached, search) == (case.evidence.unreached, case.evidence.search)
     return case.evidence if same else replace(case.evidence, unreached=unreached, search=search)
 

@@ -13,7 +13,7 @@ from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Vote
 
 
 @dataclass(frozen=True)
-class Search:
+class StoreSearch:
     """The search for another store. Times in seconds of this node's clock."""
 
     since: float | None = None  # None: there is no search
@@ -21,11 +21,11 @@ class Search:
     turn: int = 0  # looks since then
     doubts: bool = False  # this node would give up the store without proof that its host has died
 
-    def go_on(self, doubts: bool, now: float, pause: float) -> Search:
+    def go_on(self, doubts: bool, now: float, pause: float) -> StoreSearch:
         """Return the search as it goes on, or begins ``pause`` seconds before its first look."""
         if doubts and not self.doubts:
-            return Search(now, now, doubts=True)  # the others look now, too
-        return Search(now, now + pause) if self.since is None else replace(self, doubts=doubts)
+            return StoreSearch(now, now, doubts=True)  # the others look now, too
+        return StoreSearch(now, now + pause) if self.since is None else replace(self, doubts=doubts)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Evidence:
     unreached: bool = False  # that store did not answer when this node gave it up
     host_seq: int | None = None  # of the row of its host, as it was read there last; None: it was not
     # looks at other stores
-    search: Search = Search()
+    search: StoreSearch = StoreSearch()
     silent_since: Mapping[str, float] = field(default_factory=dict)  # by the name of a store: since when it has not answered
     looked_at: Mapping[str, float] = field(default_factory=dict)  # by name, "" where the job was started: when this node looked there last
     start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
@@ -141,7 +141,7 @@ class Evidence:
         """Note that the store of ``place`` is in use. ``undecided_since``: see there."""
         left = self.left | {self.at.name} if self.at else self.left
         moved = replace(self, at=place, undecided_since=undecided_since, left=left, minority_since=None, is_replaced=False)
-        return replace(moved, search=Search(), silent_since={}, start=None, start_is_clear=False)
+        return replace(moved, search=StoreSearch(), silent_since={}, start=None, start_is_clear=False)
 
     def suspended(self, now: float, seconds: float) -> Evidence:
         """Note that this agent was suspended: that time is no time of waiting, and other stores may have stood still as well."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from elastirun.rendezvous.failover.decide import Case, Decision, Move, Probe, Rows, Stay, StoreView, TakeOver, decide, places, searched
-from elastirun.rendezvous.failover.evidence import Evidence, Search
+from elastirun.rendezvous.failover.evidence import Evidence, StoreSearch
 from elastirun.rendezvous.failover.succession import another_run, vote
 from elastirun.rendezvous.peers.liveness import Since
 from elastirun.rendezvous.peers.polling import PER_NODE
@@ -79,7 +79,7 @@ class Failover:
     def search(self, record: RoundRecord | None, silent_since: float | None, rows: Rows, now: float, stays: bool = True) -> float | None:
         """Begin the search for another store, go on with it, or end it. Return the time of the next look; None: none is needed."""
         view = StoreView(self.me, self.rules, rows, silent_since, stays)
-        self.evidence = searched(Case(record, self.evidence, view, now)) if record else replace(self.evidence, search=Search())
+        self.evidence = searched(Case(record, self.evidence, view, now)) if record else replace(self.evidence, search=StoreSearch())
         decision = decide(record, self.evidence, view, now)
         self._probe = decision if isinstance(decision, Probe) else None
         return None if isinstance(decision, Stay) else self._probe.due if self._probe else self.evidence.search.due

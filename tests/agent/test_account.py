@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent.observe.account import NO_STAMPS, Account, StateChange, Stamps, Totals, lines, stamps
+from elastirun.agent.observe.account import NO_STAMPS, Account, Stamps, StateChange, Totals, lines, stamps
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages

@@ -129,7 +129,7 @@ def test_an_environment_is_read_where_no_thread_can_be_started(monkeypatch: pyte
 def test_a_living_agent_looks_at_its_descendants_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's loop does this at the end of each round, so it must be fast on a machine with many processes."""
     listdir, looked = os.listdir, []
-    evidence = kills.Evidence(marks.own(), "", strict=False)
+    evidence = kills.Traces(marks.own(), "", strict=False)
     evidence.excluded = set(proc.children(os.getpid()))  # pytest's own, if any
     monkeypatch.setattr(os, "listdir", lambda path: looked.append(path) or listdir(path))
     monkeypatch.setattr(proc, "environment", lambda pid: pytest.fail("an environment was read"))
@@ -155,7 +155,7 @@ def selected(
     *processes: proc.ProcessStat, parent: int = INIT, strict: bool = True, before: float = kills.FOREVER, marked: tuple[int, ...] = ()
 ) -> set[int]:
     own = mark(f"{AGENT}-10-1-{R}")
-    evidence = kills.Evidence(own, "", strict)
+    evidence = kills.Traces(own, "", strict)
     evidence.outside, evidence.excluded, evidence.sessions = {90, AGENT}, {101}, {WORKER: 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kills, "marks_of", lambda each: [own] if each.pid in marked else [])
@@ -346,7 +346,7 @@ def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypa
         found = proc.look(orphan)
         assert found is not None and found.session == session
         agent, parents = mark(f"{session}-1-1-{R}"), iter([session] * 8)
-        evidence = kills.Evidence(agent, "", strict=False)
+        evidence = kills.Traces(agent, "", strict=False)
         evidence.sessions[session] = 0
         monkeypatch.setattr(kills.os, "getppid", lambda: next(parents, found.parent))
         kills.kill_orphans(evidence)
@@ -360,7 +360,7 @@ def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypa
 
 
 @contextmanager
-def orphan_of_the_dead(env: dict[str, str] | None = None) -> Iterator[tuple[kills.Evidence, proc.ProcessStat]]:
+def orphan_of_the_dead(env: dict[str, str] | None = None) -> Iterator[tuple[kills.Traces, proc.ProcessStat]]:
     """An agent that has died, with the session of a worker in which one process is left."""
     worker = "import os, signal; os.setsid(); pid = os.fork()\n"
     worker += "print(os.getpid(), pid, flush=True) if pid else (os.close(1), signal.pause())"
@@ -369,7 +369,7 @@ def orphan_of_the_dead(env: dict[str, str] | None = None) -> Iterator[tuple[kill
     try:
         found = proc.look(orphan)
         assert found is not None and found.session == session
-        evidence = kills.Evidence(mark(f"{session}-{found.started}-{proc.pid_namespace()}-{R}"), "", strict=False)
+        evidence = kills.Traces(mark(f"{session}-{found.started}-{proc.pid_namespace()}-{R}"), "", strict=False)
         evidence.sessions[session] = 0
         yield evidence, found
     finally:
@@ -378,7 +378,7 @@ def orphan_of_the_dead(env: dict[str, str] | None = None) -> Iterator[tuple[kill
 
 
 def test_all_has_ended_when_the_agent_and_all_that_its_workers_started_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not kills.all_ended(kills.Evidence(marks.own(), "", strict=False)), "the agent lives"
+    assert not kills.all_ended(kills.Traces(marks.own(), "", strict=False)), "the agent lives"
     with orphan_of_the_dead() as (evidence, orphan):
         monkeypatch.setattr(kills.os, "getppid", lambda: orphan.parent)
         assert not kills.all_ended(evidence), "a process of its worker is left"
@@ -427,7 +427,7 @@ def test_no_death_notice_is_written_before_all_has_ended(monkeypatch: pytest.Mon
     written: list[bytes] = []
     monkeypatch.setattr(guard, "END_TIMEOUT", 0.0)
     monkeypatch.setattr(guard, "write_in_thread", lambda notice, died: written.append(notice))
-    state = guard.Guard(kills.Evidence(marks.own(), "", strict=False), 0.0)
+    state = guard.Guard(kills.Traces(marks.own(), "", strict=False), 0.0)
     for notice in (b"", b"one"):
         state.receive(guard.message(guard.NOTICE, notice))
         guard.begin_death_notice(state, clock.now())
@@ -445,7 +445,7 @@ from elastirun.agent.processes import guard, kills, marks
 from elastirun.agent.processes.death_notice import Notice
 for name in [name for name in sys.modules if name.startswith(("elastirun.rendezvous", "elastirun.agent.processes.death_notice"))]:
     del sys.modules[name]
-state, needed = guard.Guard(kills.Evidence(marks.own(), "", False), 0.0), "elastirun.rendezvous.stores.tcp"
+state, needed = guard.Guard(kills.Traces(marks.own(), "", False), 0.0), "elastirun.rendezvous.stores.tcp"
 state.receive(guard.message(guard.NOTICE, b""))
 state.receive(guard.message(guard.NOTICE, Notice(None, "job/", "me-1", None, 3, 12.5).encode()))
 while needed not in sys.modules:
@@ -461,7 +461,7 @@ def test_what_writes_a_notice_is_imported_before_it_is_needed() -> None:
 def test_a_notice_is_the_same_when_the_guard_has_read_it() -> None:
     for token in (None, b"\0 a secret\xff"):
         notice = death_notice.Notice({"kind": "tcp", "address": "10.0.0.1", "port": 29400}, "job/", "me-1", token, 3, 12.5)
-        state = guard.Guard(kills.Evidence(marks.own(), "", strict=False), 0.0)
+        state = guard.Guard(kills.Traces(marks.own(), "", strict=False), 0.0)
         state.receive(guard.message(guard.NOTICE, notice.encode()))
         assert death_notice.Notice.decode(state.notice) == notice
 

@@ -539,7 +539,7 @@ def test_a_step_is_no_error_where_our_package_cannot_be_imported(monkeypatch: py
 
 def test_a_spared_session_is_left_alone_until_it_is_spared_no_longer() -> None:
     tree = ProcessTree.__new__(ProcessTree)  # without a guard: nothing is to be killed
-    tree._evidence = kills.Evidence(marks.own(), "", strict=False)
+    tree._evidence = kills.Traces(marks.own(), "", strict=False)
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:
         tree.spare(child.pid)
         spared = not tree.owns(child.pid)

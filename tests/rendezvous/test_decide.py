@@ -14,7 +14,7 @@ import pytest
 
 from elastirun.rendezvous.failover import decide as module
 from elastirun.rendezvous.failover.decide import Decision, Move, Probe, Stay, StoreView, TakeOver, decide
-from elastirun.rendezvous.failover.evidence import Evidence, Search
+from elastirun.rendezvous.failover.evidence import Evidence, StoreSearch
 from elastirun.rendezvous.failover.succession import take_over
 from elastirun.rendezvous.wire.actions import Change
 from elastirun.rendezvous.wire.events import Synced
@@ -28,7 +28,7 @@ NOW = 20.0  # seconds
 OF_A, OF_B, OF_C = PLACES[1:4]
 LATER = replace(RECORD, version=9, term=1, host="a")
 EMPTY = RoundRecord("another", version=1)  # no round has formed in that store yet
-DOUBTING = Evidence(search=Search(since=10.0, due=NOW, doubts=True))
+DOUBTING = Evidence(search=StoreSearch(since=10.0, due=NOW, doubts=True))
 HEARD = Evidence(gone=frozenset("h"), known=RECORD, word=DEAD)  # the guard of h has told that h is gone
 IN_OF_B = replace(HEARD, at=OF_B, undecided_since=10.0, left=frozenset({"h:2000"}))  # waits in the store of b, which nobody has taken over
 COME = replace(IN_OF_B, terms=dict.fromkeys("bcd", RECORD.term))  # b, c and d have come there
@@ -92,7 +92,7 @@ ROWS = [
     ),
     Row(
         "the store in use does not answer",
-        Evidence(search=Search(since=19.0, due=NOW + 0.5)),
+        Evidence(search=StoreSearch(since=19.0, due=NOW + 0.5)),
         sees("b", silent_since=19.0),
         Probe("the store in use is lost, and another one may have taken over", OF_A, NOW + 0.5),
         instead_of("next_place", "None"),

@@ -266,7 +266,7 @@ def _changes(kind: type) -> bool:
 
 
 UNIMPORTANT = {"rules", "_rules", "_event", "_history", "_actions", "me", "_probe"}  # ... or set anew in each step
-OF_TIMES = ("Contact", "OwnRow", "Evidence", "Search")  # classes of values that never change, with times
+OF_TIMES = ("Contact", "OwnRow", "Evidence", "StoreSearch")  # classes of values that never change, with times
 
 
 def _canonical(value: Any, now: float) -> Hashable:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from elastirun.train.live.phases import NONE, Action, Event, Fact, Phase
+from elastirun.train.live.phases import NONE, Fact, Phase, PhaseAction, PhaseEvent
 
-Table = Callable[[Phase, Event, Fact], tuple[Phase, tuple[Action, ...]]]
+Table = Callable[[Phase, PhaseEvent, Fact], tuple[Phase, tuple[PhaseAction, ...]]]
 COLLECTIVES = ("agree", "reduce", "leave", "publish")
 GONE = ("dead", "ended", "waits")
 
@@ -57,7 +57,7 @@ class Worker:
             setattr(self, name, value)
 
 
-NEW = (Phase.LEFT, (Action.WAIT_FOR_ROUND,), "", "made", 0, 0, 0, 0, -1, False, False, False)
+NEW = (Phase.LEFT, (PhaseAction.WAIT_FOR_ROUND,), "", "made", 0, 0, 0, 0, -1, False, False, False)
 NEW += (False, False, 0, 0, True, "", "", -1, False)
 DEAD, WAITS = (*NEW[:1], (), "dead", *NEW[3:]), (*NEW[:1], (), "waits", *NEW[3:])
 worker_state = attrgetter(*Worker.FIELDS)
@@ -103,7 +103,7 @@ class Job:
 
     # -- what a worker does by itself
 
-    def happens(self, one: Worker, event: Event, facts: Fact = NONE) -> None:
+    def happens(self, one: Worker, event: PhaseEvent, facts: Fact = NONE) -> None:
         one.phase, one.todo = self.table(one.phase, event, facts)
 
     def run(self, rank: int) -> None:
@@ -168,7 +168,7 @@ class Job:
 
     def find_world(self, rank: int, one: Worker) -> None:
         is_in, is_prepared = rank in self.worlds[0].ranks, one.rehearsed or one.settled > 0
-        self.happens(one, Event.WORLD_FOUND, Fact.IN_WORLD if is_in else Fact.PREPARED if is_prepared else NONE)
+        self.happens(one, PhaseEvent.WORLD_FOUND, Fact.IN_WORLD if is_in else Fact.PREPARED if is_prepared else NONE)
 
     def enter_world(self, rank: int, one: Worker) -> None:
         one.world, one.at = 0, "come"
@@ -216,7 +216,7 @@ class Job:
                 world = self.worlds[one.world]
                 self.put(one.world, World(world.ranks, world.here, world.counts, world.done, one.step))
         elif word == "whole":
-            self.happens(one, Event.ALL_WHOLE)
+            self.happens(one, PhaseEvent.ALL_WHOLE)
 
     def share_data(self, rank: int, one: Worker) -> None:
         one.settled = one.round
@@ -253,7 +253,7 @@ class Job:
     def then_made(self, rank: int, one: Worker) -> None:
         if self.epoch(one) < self.plan.epochs:
             one.saves_done, one.then = 0, "came"
-            self.happens(one, Event.COMES_BACK)
+            self.happens(one, PhaseEvent.COMES_BACK)
         else:
             self.save(one, True)
 
@@ -264,7 +264,7 @@ class Job:
 
     def then_caught_up(self, rank: int, one: Worker) -> None:
         one.then, one.left = "begun", False
-        self.happens(one, Event.LOOP_BEGINS, self.over_fact(one))
+        self.happens(one, PhaseEvent.LOOP_BEGINS, self.over_fact(one))
 
     def then_begun(self, rank: int, one: Worker) -> None:
         one.epoch = self.epoch(one)
@@ -302,7 +302,7 @@ class Job:
         is_alone = one.world >= 0 and len(self.worlds[one.world].ranks) == 1
         left = one.step % self.plan.steps > 0
         facts = (Fact.COUNTS if counts else NONE) | (NONE if left else Fact.EPOCH_ENDS) | (Fact.ALONE if is_alone else NONE)
-        self.happens(one, Event.STEP_ENDS, facts | self.over_fact(one))
+        self.happens(one, PhaseEvent.STEP_ENDS, facts | self.over_fact(one))
 
     def then_stepped(self, rank: int, one: Worker) -> None:
         if not one.trained or one.phase is Phase.JOINING:
@@ -312,7 +312,7 @@ class Job:
     def save(self, one: Worker, final: bool) -> None:
         one.saves, one.final = True, final
         one.then = "late_came" if one.phase is Phase.LATE else "save_came"
-        self.happens(one, Event.COMES_BACK)
+        self.happens(one, PhaseEvent.COMES_BACK)
 
     def is_whole(self, one: Worker) -> bool:
         """Let a worker end with an error if it is in ``save`` with a part of the state."""
@@ -341,7 +341,7 @@ class Job:
 
     def publishes(self, one: Worker) -> None:
         one.then, one.number = "saved", one.round
-        self.happens(one, Event.SAVES)
+        self.happens(one, PhaseEvent.SAVES)
 
     def then_saved(self, rank: int, one: Worker) -> None:
         if one.round != one.number:
@@ -460,12 +460,12 @@ class Job:
         one.at = ""
         if at == "ask":
             one.todo = ()
-            self.happens(one, Event.PEERS_LOST)
+            self.happens(one, PhaseEvent.PEERS_LOST)
         elif at == "round":
             one.round = self.round
-            self.happens(one, Event.ROUND_BEGINS)
+            self.happens(one, PhaseEvent.ROUND_BEGINS)
         elif at == "come" and one.phase is Phase.MEETING and rank in self.ready:
-            self.happens(one, Event.TAKEN_IN)
+            self.happens(one, PhaseEvent.TAKEN_IN)
         elif at == "ready":
             one.world, one.at = max(number for number, world in enumerate(self.worlds) if rank in world.ranks), "come"
             self.enter(rank, one.world)
@@ -491,7 +491,7 @@ class Job:
         begins_anew, step, late = world.done[world.counts[rank] - 1][1]
         one.step = step
         facts = Fact.NEW if begins_anew else Fact.BEHIND if rank in late else Fact.AHEAD if late else NONE
-        self.happens(one, Event.AGREED, facts)
+        self.happens(one, PhaseEvent.AGREED, facts)
 
     def after_loop(self, one: Worker) -> None:
         if self.plan.saves:
@@ -579,7 +579,7 @@ def first(plan: Plan, table: Table) -> tuple[Any, ...]:
     job = Job(plan, table, start)
     for one in job.workers[: plan.at_first]:
         one.todo, one.phase = (), Phase.LEFT
-        job.happens(one, Event.STARTS)
+        job.happens(one, PhaseEvent.STARTS)
     job.form()
     return job.state()
 
@@ -593,7 +593,7 @@ class Walk:
     depth: int
     stuck: list[int]
     wrong: dict[int, str]
-    asked: set[tuple[Phase, Event, Fact]]  # what the table was asked
+    asked: set[tuple[Phase, PhaseEvent, Fact]]  # what the table was asked
 
     def way(self, number: int) -> list[str]:
         """Return the moves that lead to a state."""
@@ -606,9 +606,9 @@ class Walk:
 
 def walk(plan: Plan, table: Table) -> Walk:
     """Walk through all states of ``plan``, breadth first."""
-    asked: set[tuple[Phase, Event, Fact]] = set()
+    asked: set[tuple[Phase, PhaseEvent, Fact]] = set()
 
-    def noting(phase: Phase, event: Event, facts: Fact = NONE) -> tuple[Phase, tuple[Action, ...]]:
+    def noting(phase: Phase, event: PhaseEvent, facts: Fact = NONE) -> tuple[Phase, tuple[PhaseAction, ...]]:
         asked.add((phase, event, facts))
         return table(phase, event, facts)
 

@@ -39,7 +39,7 @@ from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups, rank_prefix
 from elastirun.train.groups.connections import _sockets, live_sockets
 from elastirun.train.live.live_round import LiveRound
-from elastirun.train.live.phases import Event, Fact, Phase
+from elastirun.train.live.phases import Fact, Phase, PhaseEvent
 from elastirun.train.live.start import check
 from elastirun.train.live.state_copy import copy_state
 from elastirun.train.live.step_snapshot import Rehearsal, StepSnapshot
@@ -498,7 +498,7 @@ def test_wrong_use_within_a_round_is_no_lost_peer() -> None:
 
     training._publish = enters  # type: ignore[method-assign]
     with pytest.raises(WrongUse):
-        training._happens(Event.SAVES)
+        training._happens(PhaseEvent.SAVES)
 
 
 def test_a_save_that_loses_a_peer_is_made_in_the_next_round() -> None:
@@ -549,7 +549,9 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     training._model, training._settle = model, list  # type: ignore[method-assign]
     model.request(ADMIT)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    live = SimpleNamespace(rank=0, size=1, whole=False, world=LiveWorld(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None)
+    live = SimpleNamespace(
+        rank=0, size=1, whole=False, world=LiveWorld(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None
+    )
     live_sockets.begin()
     training._live = live  # type: ignore[assignment]
     training._make_groups()
@@ -905,11 +907,11 @@ def late() -> tuple[elastic.Elastic, list[str]]:
     training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
     training._live = SimpleNamespace(reconnect=lambda: None, repeat=lambda: done.append(f"meets, saves: {training._saves}"))  # type: ignore[assignment]
     training._phase, training._round, training._settled, training.state = Phase.MEETING, 1, 1, SimpleNamespace(step=1)  # type: ignore[assignment]
-    training._make_groups = lambda: (Event.AGREED, Fact(0))  # type: ignore[method-assign]
+    training._make_groups = lambda: (PhaseEvent.AGREED, Fact(0))  # type: ignore[method-assign]
     training._begin = training._look_for_others = lambda: None  # type: ignore[method-assign, misc, assignment]
     training._leave = lambda: None  # type: ignore[method-assign]
     live_sockets.begin()
-    training._happens(Event.AGREED, Fact.BEHIND)
+    training._happens(PhaseEvent.AGREED, Fact.BEHIND)
     return training, done
 
 
@@ -918,8 +920,8 @@ def test_what_comes_until_the_next_batch_does_not_count_for_one_who_is_late(monk
     monkeypatch.setattr(live_sockets, "cut", lambda: cut.append(True))
     training, done = late()
     assert (training._phase, training._worlds, cut, done) == (Phase.LATE, 1, [True], ["notes", "interrupted"])
-    training._happens(Event.COMES_BACK)
-    training._happens(Event.COMES_BACK)
+    training._happens(PhaseEvent.COMES_BACK)
+    training._happens(PhaseEvent.COMES_BACK)
     assert done[2:] == ["restores", "meets, saves: False"] and training._phase is Phase.TRAINING
     live_sockets.forget()
 
@@ -977,6 +979,6 @@ def test_a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_
     training._connection = SimpleNamespace(asked=False)  # type: ignore[assignment]
     training._begin_rehearsal = lambda: done.append("rehearses")  # type: ignore[method-assign]
     training._join = lambda: done.append("joins")  # type: ignore[method-assign]
-    training._happens(Event.ROUND_BEGINS)
+    training._happens(PhaseEvent.ROUND_BEGINS)
     live_sockets.forget()
     assert done == [does]

@@ -26,7 +26,7 @@ from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import end_beside, init_default_group, leave_groups
-from elastirun.train.live.phases import Event, Phase
+from elastirun.train.live.phases import Phase, PhaseEvent
 from elastirun.train.live.state_copy import StateKept
 from elastirun.train.live.step_snapshot import Rehearsal
 from elastirun.train.reduction.control_words import ADMIT
@@ -750,7 +750,7 @@ def test_what_the_checkpoints_of_a_later_world_wait_for_is_cut(live: Make, monke
 
     monkeypatch.setattr(training, "_begin", begin)
     try:
-        training._happens(Event.ALL_WHOLE)
+        training._happens(PhaseEvent.ALL_WHOLE)
     finally:
         live_sockets.forget()
     assert heard == [b""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastirun.train.elastic import Elastic
-from elastirun.train.live.phases import GOES, NONE, OF_SCRIPT, ROWS, Action, Event, Fact, Phase, Row, can, step
+from elastirun.train.live.phases import GOES, NONE, OF_SCRIPT, ROWS, Fact, Phase, PhaseAction, PhaseEvent, Row, can, step
 from tests.train.live_model import BEYOND, Plan, Table, Walk, walk
 
 PLANS = {
@@ -27,7 +27,7 @@ FOR_SPEED = ((Phase.TRAINING, Fact.ROUND_OVER | Fact.ALONE), (Phase.TRAINING, NO
 
 
 def table_of(rows: list[Row]) -> Table:
-    def table(phase: Phase, event: Event, facts: Fact = NONE) -> tuple[Phase, tuple[Action, ...]]:
+    def table(phase: Phase, event: PhaseEvent, facts: Fact = NONE) -> tuple[Phase, tuple[PhaseAction, ...]]:
         for row in rows:
             if (row.phase, row.event) == (phase, event) and row.given in facts:
                 return row.then, row.actions
@@ -61,7 +61,7 @@ def test_no_state_is_without_an_exit_and_ranks_of_one_world_meet_in_the_same_col
 
 def test_each_row_is_reached() -> None:
     plans = SMALL + (Plan(losses=2, joins=1),)
-    asked = set[tuple[Phase, Event, Fact]]().union(*(walk(plan, step).asked for plan in plans))
+    asked = set[tuple[Phase, PhaseEvent, Fact]]().union(*(walk(plan, step).asked for plan in plans))
     reached = {next((row for row in ROWS if (row.phase, row.event) == one[:2] and row.given in one[2]), None) for one in asked}
     assert [row for row in ROWS if row not in reached and row.phase is not Phase.FIXED] == []
 
@@ -84,16 +84,16 @@ def test_a_table_without_a_row_is_noticed() -> None:
 
 def test_a_late_rank_that_leaves_its_round_leaves_the_others_without_an_exit() -> None:
     """It did, where its script had left the loop in the failed step."""
-    before = table_of([*ROWS, Row(Phase.LATE, Event.STEP_ENDS, NONE, Phase.LEFT, GOES)])
+    before = table_of([*ROWS, Row(Phase.LATE, PhaseEvent.STEP_ENDS, NONE, Phase.LEFT, GOES)])
     assert walk(Plan(ends=1, breaks=1, trains_late=True), before).stuck and not walk(Plan(ends=1, breaks=1), step).stuck
 
 
 def test_an_event_that_cannot_come_is_an_error_and_the_script_may_do_anything_at_any_time() -> None:
     with pytest.raises(RuntimeError, match="impossible event of a live worker: AGREED in phase LATE"):
-        step(Phase.LATE, Event.AGREED)
+        step(Phase.LATE, PhaseEvent.AGREED)
     assert all(step(Phase.LEFT, event) == (Phase.LEFT, ()) for event in OF_SCRIPT)
-    assert not can(Phase.LEFT, Event.PEERS_LOST) and can(Phase.MEETING, Event.PEERS_LOST)
+    assert not can(Phase.LEFT, PhaseEvent.PEERS_LOST) and can(Phase.MEETING, PhaseEvent.PEERS_LOST)
 
 
 def test_each_action_is_a_method() -> None:
-    assert [action for action in Action if not callable(getattr(Elastic, f"_{action.name.lower()}", None))] == []
+    assert [action for action in PhaseAction if not callable(getattr(Elastic, f"_{action.name.lower()}", None))] == []

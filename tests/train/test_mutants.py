@@ -29,7 +29,7 @@ FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 ONLY_IN_AN_EPOCH = "if self._live is None:\n            return\n        if left"
 SLOW = "a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow"
 NEXT = "the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer"
-PUBLISHES = "    Row(TRAINING, Event.SAVES, NONE, TRAINING, (Action.PUBLISH,)),\n"
+PUBLISHES = "    Row(TRAINING, PhaseEvent.SAVES, NONE, TRAINING, (PhaseAction.PUBLISH,)),\n"
 MUTANTS = (
     by_name(
         "a loop in which a rank has become late has no batch",
@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     mutant(
         "what a stranger writes in place of ranks is refused",
-        *("live/live_round", "found = World(number, parse_ranks(ranks, self._workers))", "found = World(number, tuple(ranks))"),
+        *("live/live_round", "found = LiveWorld(number, parse_ranks(ranks, self._workers))", "found = LiveWorld(number, tuple(ranks))"),
         *("live_round", "a_world_that_a_stranger_has_written_is_no_world"),
     ),
     mutant(
@@ -661,7 +661,7 @@ MUTANTS = (
     ),
     mutant(
         "autograd.grad that fails reduces nothing",
-        *("reduction/backward", "(STARTED, Trigger.INTERRUPTED): EMPTY", "(STARTED, Trigger.INTERRUPTED): DRAINING"),
+        *("reduction/backward", "(STARTED, BackwardTrigger.INTERRUPTED): EMPTY", "(STARTED, BackwardTrigger.INTERRUPTED): DRAINING"),
         *("ways", "the_same_as_with_torchs_class[gradients_asked_for-group]"),
     ),
     mutant(
@@ -696,37 +696,41 @@ MUTANTS = (
     # the transitions of a backward
     mutant(
         "a backward that accumulates nothing reduces nothing",
-        *("reduction/backward", "(STARTED, Trigger.GRAPH_DONE): EMPTY", "(STARTED, Trigger.GRAPH_DONE): REDUCING"),
+        *("reduction/backward", "(STARTED, BackwardTrigger.GRAPH_DONE): EMPTY", "(STARTED, BackwardTrigger.GRAPH_DONE): REDUCING"),
         *("ways", "the_same_as_with_torchs_class[gradients_asked_for-group]"),
     ),
     mutant(
         "what accumulates nothing is no backward",
-        *("reduction/backward", "(STARTED, Trigger.GRAPH_DONE): EMPTY", "(STARTED, Trigger.GRAPH_DONE): DONE"),
+        *("reduction/backward", "(STARTED, BackwardTrigger.GRAPH_DONE): EMPTY", "(STARTED, BackwardTrigger.GRAPH_DONE): DONE"),
         *("more", "a_stage_of_a_pipeline_reduces_once_per_step"),
     ),
     mutant(
         "a backward within no_sync stays local",
-        *("reduction/backward", "(KEEPING, Trigger.GRAPH_DONE): DONE", "(KEEPING, Trigger.GRAPH_DONE): REDUCING"),
+        *("reduction/backward", "(KEEPING, BackwardTrigger.GRAPH_DONE): DONE", "(KEEPING, BackwardTrigger.GRAPH_DONE): REDUCING"),
         *("ddp", "micro_batches_within_no_sync_cost_one_reduction[5]"),
     ),
     mutant(
         "an exception within no_sync is nobody else's matter",
-        *("reduction/backward", "(KEEPING, Trigger.INTERRUPTED): DONE", "(KEEPING, Trigger.INTERRUPTED): DRAINING"),
+        *("reduction/backward", "(KEEPING, BackwardTrigger.INTERRUPTED): DONE", "(KEEPING, BackwardTrigger.INTERRUPTED): DRAINING"),
         *("backward", "an_exception_within_no_sync_concerns_no_other_rank"),
     ),
     mutant(
         "a rank whose backward failed brings no gradients",
-        *("reduction/backward", "(COLLECTING, Trigger.INTERRUPTED): DRAINING", "(COLLECTING, Trigger.INTERRUPTED): REDUCING"),
+        *(
+            "reduction/backward",
+            "(COLLECTING, BackwardTrigger.INTERRUPTED): DRAINING",
+            "(COLLECTING, BackwardTrigger.INTERRUPTED): REDUCING",
+        ),
         *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
     ),
     mutant(
         "the others do not wait for a rank whose backward failed",
-        *("reduction/backward", "(COLLECTING, Trigger.INTERRUPTED): DRAINING", "(COLLECTING, Trigger.INTERRUPTED): DONE"),
+        *("reduction/backward", "(COLLECTING, BackwardTrigger.INTERRUPTED): DRAINING", "(COLLECTING, BackwardTrigger.INTERRUPTED): DONE"),
         *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
     ),
     mutant(
         "a reduction that has failed is over",
-        *("reduction/backward", "(COLLECTING, Trigger.FAILED): BROKEN", "(COLLECTING, Trigger.FAILED): COLLECTING"),
+        *("reduction/backward", "(COLLECTING, BackwardTrigger.FAILED): BROKEN", "(COLLECTING, BackwardTrigger.FAILED): COLLECTING"),
         *("backward", "nothing_more_is_launched_when_a_reduction_has_failed"),
     ),
     mutant(
@@ -824,7 +828,7 @@ MUTANTS = (
     ),
     mutant(
         "loading draws no random numbers of the model",
-        *("data/loader", ", generator=self._generator", ""),
+        *("data/loader", ", generator=torch.Generator()", ""),
         *("data", "the_models_random_numbers_are_left_alone"),
     ),
     mutant(

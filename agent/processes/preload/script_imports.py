@@ -106,7 +106,10 @@ def _name(node: ast.AST) -> str:
 
 
 def decide(
-    script: Sequence[FileStep], local: Callable[[Import], Local | None], installed: Callable[[str], bool], needs_torch: Callable[[str], bool]
+    script: Sequence[FileStep],
+    local: Callable[[Import], Local | None],
+    installed: Callable[[str], bool],
+    needs_torch: Callable[[str], bool],
 ) -> Preload:
     """Return what to preload for a script, and why.
 

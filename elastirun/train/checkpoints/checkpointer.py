@@ -383,7 +383,7 @@ class _Planned:
 
 @dataclass
 class _Costs:
-    """What saving has cost. ``waited``: seconds in which there was no image to be filled; ``blocked``: seconds of each call."""
+    """The costs of saving. ``waited``: seconds in which there was no image to be filled; ``blocked``: seconds of each call."""
 
     saves: int = 0
     waited: float = 0.0

@@ -99,8 +99,6 @@ class ElasticDataLoader:
         self.epoch = self.consumed = 0  # consumed: samples of the epoch, over all ranks
         self.samples = 0  # of this rank, in the batch handed out last
         self._cut: Callable[[int], list[range]] = self._whole
-        # The generator gives the base seed of the loading workers. Without it each epoch would draw from the seed of the model's dropout.
-        self._generator = torch.Generator()
         self.contract: dict[str, int | str] = {}  # of deterministic mode
         self._dataset, self._loading, self._keyed_rng = dataset, loading, keyed_rng
         self._make_loader(keyed=bool(keyed_rng))
@@ -115,7 +113,8 @@ class ElasticDataLoader:
         """Make the loader; ``keyed``: random numbers of the dataset are keyed by sample."""
         self.keyed = keyed
         dataset = KeyedSamples(self._dataset) if keyed else self._dataset
-        self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=self._generator, **self._loading)
+        # The generator gives the base seed of the loading workers. Without it each epoch would draw from the seed of the model's dropout.
+        self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=torch.Generator(), **self._loading)
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -205,7 +204,7 @@ class ElasticDataLoader:
 
     def _global_batches(self, cut: Callable[[int], list[range]]) -> Iterator[tuple[int, list[int], Iterator[Any]]]:
         """Yield what is left of the epoch: the size of each global batch, and this rank's parts of it, as sizes and as loaded batches."""
-        self._generator.manual_seed(self.seed + self.epoch)
+        self._loader.generator.manual_seed(self.seed + self.epoch)
         self._cut = cut
         sizes, loaded = self.sizes(), iter(self._loader)
         for size in sizes:

@@ -21,7 +21,7 @@ class Phase(str, Enum):
     LATE = "it has the state of the others, and goes on in its script until it is where they are"
 
 
-class Event(Enum):
+class PhaseEvent(Enum):
     """The causes of a transition."""
 
     STARTS = "the model of a worker with an agent is made"
@@ -52,8 +52,8 @@ class Fact(Flag):
 
 
 # ``Elastic`` does each of these in the method of that name.
-Action = Enum(
-    "Action",
+PhaseAction = Enum(
+    "PhaseAction",
     "WAIT_FOR_ROUND FIND_WORLD ENTER_WORLD MAKE_GROUPS WAIT_UNTIL_TAKEN_IN JOIN BEGIN_REHEARSAL END_REHEARSAL BEGIN BEGIN_ANEW "
     "LOOK_FOR_OTHERS CHANGE_WORLD SHARE_DATA BE_LATE PUT_BACK MEET_AGAIN PUBLISH END_IF_OVER LEAVE",
 )
@@ -63,66 +63,71 @@ class Row(NamedTuple):
     """One transition. It holds if all of ``given`` are facts, and no row before it for the same phase and event holds."""
 
     phase: Phase
-    event: Event
+    event: PhaseEvent
     given: Fact
     then: Phase
-    actions: tuple[Action, ...] = ()
+    actions: tuple[PhaseAction, ...] = ()
 
 
-Following = tuple[Event, Fact]  # what comes after an action
+Following = tuple[PhaseEvent, Fact]  # what comes after an action
 NONE = Fact(0)
 FIXED, LEFT, MEETING, REHEARSING, JOINING, TRAINING, LATE = Phase
-GOES = (Action.LEAVE, Action.WAIT_FOR_ROUND)
-OF_SCRIPT = (Event.STEP_ENDS, Event.COMES_BACK, Event.LOOP_BEGINS, Event.SAVES)  # may come in any phase; without a row nothing follows
+GOES = (PhaseAction.LEAVE, PhaseAction.WAIT_FOR_ROUND)
+OF_SCRIPT = (
+    PhaseEvent.STEP_ENDS,
+    PhaseEvent.COMES_BACK,
+    PhaseEvent.LOOP_BEGINS,
+    PhaseEvent.SAVES,
+)  # may come in any phase; without a row nothing follows
 ROWS = (
     # A world that never changes: alone, of another launcher, or of another backend. An error there is nobody's loss.
-    Row(FIXED, Event.ROUND_BEGINS, NONE, FIXED, (Action.MAKE_GROUPS,)),
-    Row(FIXED, Event.AGREED, NONE, FIXED, (Action.BEGIN_ANEW,)),
-    Row(FIXED, Event.SAVES, NONE, FIXED, (Action.PUBLISH,)),
+    Row(FIXED, PhaseEvent.ROUND_BEGINS, NONE, FIXED, (PhaseAction.MAKE_GROUPS,)),
+    Row(FIXED, PhaseEvent.AGREED, NONE, FIXED, (PhaseAction.BEGIN_ANEW,)),
+    Row(FIXED, PhaseEvent.SAVES, NONE, FIXED, (PhaseAction.PUBLISH,)),
     # Between two rounds the agent alone says what comes.
-    Row(LEFT, Event.STARTS, NONE, LEFT, (Action.WAIT_FOR_ROUND,)),
-    Row(LEFT, Event.ROUND_BEGINS, NONE, MEETING, (Action.FIND_WORLD,)),
+    Row(LEFT, PhaseEvent.STARTS, NONE, LEFT, (PhaseAction.WAIT_FOR_ROUND,)),
+    Row(LEFT, PhaseEvent.ROUND_BEGINS, NONE, MEETING, (PhaseAction.FIND_WORLD,)),
     # Ranks with a state train on at once. Another one has to be ready before it is taken in, so as to cost them milliseconds only. An older
     # state is kept until then: it may be the newest one that is left.
-    Row(MEETING, Event.WORLD_FOUND, Fact.IN_WORLD, MEETING, (Action.ENTER_WORLD, Action.MAKE_GROUPS)),
-    Row(MEETING, Event.WORLD_FOUND, Fact.PREPARED, MEETING, (Action.WAIT_UNTIL_TAKEN_IN,)),
-    Row(MEETING, Event.WORLD_FOUND, NONE, REHEARSING, (Action.BEGIN_REHEARSAL,)),
-    Row(MEETING, Event.TAKEN_IN, NONE, JOINING, (Action.JOIN,)),
+    Row(MEETING, PhaseEvent.WORLD_FOUND, Fact.IN_WORLD, MEETING, (PhaseAction.ENTER_WORLD, PhaseAction.MAKE_GROUPS)),
+    Row(MEETING, PhaseEvent.WORLD_FOUND, Fact.PREPARED, MEETING, (PhaseAction.WAIT_UNTIL_TAKEN_IN,)),
+    Row(MEETING, PhaseEvent.WORLD_FOUND, NONE, REHEARSING, (PhaseAction.BEGIN_REHEARSAL,)),
+    Row(MEETING, PhaseEvent.TAKEN_IN, NONE, JOINING, (PhaseAction.JOIN,)),
     # The last reduction of an epoch may fail on some ranks only. The others wait for these, and all meet in another world.
-    Row(MEETING, Event.AGREED, Fact.BEHIND, LATE, (Action.BE_LATE,)),
-    Row(MEETING, Event.AGREED, Fact.AHEAD, MEETING, (Action.MEET_AGAIN, Action.MAKE_GROUPS)),
-    Row(MEETING, Event.AGREED, Fact.NEW, TRAINING, (Action.BEGIN_ANEW, Action.LOOK_FOR_OTHERS)),
-    Row(MEETING, Event.AGREED, NONE, TRAINING, (Action.BEGIN, Action.LOOK_FOR_OTHERS)),
-    Row(MEETING, Event.PEERS_LOST, NONE, LEFT, GOES),
+    Row(MEETING, PhaseEvent.AGREED, Fact.BEHIND, LATE, (PhaseAction.BE_LATE,)),
+    Row(MEETING, PhaseEvent.AGREED, Fact.AHEAD, MEETING, (PhaseAction.MEET_AGAIN, PhaseAction.MAKE_GROUPS)),
+    Row(MEETING, PhaseEvent.AGREED, Fact.NEW, TRAINING, (PhaseAction.BEGIN_ANEW, PhaseAction.LOOK_FOR_OTHERS)),
+    Row(MEETING, PhaseEvent.AGREED, NONE, TRAINING, (PhaseAction.BEGIN, PhaseAction.LOOK_FOR_OTHERS)),
+    Row(MEETING, PhaseEvent.PEERS_LOST, NONE, LEFT, GOES),
     # A worker that rehearses is in no round, so nobody waits for it, and it loses no peers. What it does is undone. It has nothing to save.
-    Row(REHEARSING, Event.STEP_ENDS, NONE, LEFT, (Action.END_REHEARSAL, Action.WAIT_FOR_ROUND)),
+    Row(REHEARSING, PhaseEvent.STEP_ENDS, NONE, LEFT, (PhaseAction.END_REHEARSAL, PhaseAction.WAIT_FOR_ROUND)),
     # A worker with a part of the state ends well if training ends just then: the others need it no more.
-    Row(JOINING, Event.STEP_ENDS, Fact.ROUND_OVER, LEFT, (Action.END_IF_OVER, *GOES)),
-    Row(JOINING, Event.STEP_ENDS, NONE, JOINING, (Action.CHANGE_WORLD,)),
-    Row(JOINING, Event.ALL_WHOLE, NONE, TRAINING, (Action.SHARE_DATA, Action.BEGIN, Action.LOOK_FOR_OTHERS)),
-    Row(JOINING, Event.LOOP_BEGINS, Fact.ROUND_OVER, LEFT, GOES),
-    Row(JOINING, Event.PEERS_LOST, NONE, LEFT, GOES),
+    Row(JOINING, PhaseEvent.STEP_ENDS, Fact.ROUND_OVER, LEFT, (PhaseAction.END_IF_OVER, *GOES)),
+    Row(JOINING, PhaseEvent.STEP_ENDS, NONE, JOINING, (PhaseAction.CHANGE_WORLD,)),
+    Row(JOINING, PhaseEvent.ALL_WHOLE, NONE, TRAINING, (PhaseAction.SHARE_DATA, PhaseAction.BEGIN, PhaseAction.LOOK_FOR_OTHERS)),
+    Row(JOINING, PhaseEvent.LOOP_BEGINS, Fact.ROUND_OVER, LEFT, GOES),
+    Row(JOINING, PhaseEvent.PEERS_LOST, NONE, LEFT, GOES),
     # After the last step of an epoch the others do what comes between two epochs, in this world: no rank must do it alone in the next one.
-    Row(TRAINING, Event.STEP_ENDS, Fact.ROUND_OVER | Fact.ALONE, LEFT, GOES),
-    Row(TRAINING, Event.STEP_ENDS, Fact.ROUND_OVER | Fact.COUNTS | Fact.EPOCH_ENDS, TRAINING),
-    Row(TRAINING, Event.STEP_ENDS, Fact.ROUND_OVER, LEFT, GOES),
-    Row(TRAINING, Event.STEP_ENDS, NONE, TRAINING, (Action.CHANGE_WORLD,)),
-    Row(TRAINING, Event.ALL_WHOLE, NONE, TRAINING, (Action.SHARE_DATA, Action.BEGIN, Action.LOOK_FOR_OTHERS)),
-    Row(TRAINING, Event.LOOP_BEGINS, Fact.ROUND_OVER, LEFT, GOES),
-    Row(TRAINING, Event.SAVES, NONE, TRAINING, (Action.PUBLISH,)),
-    Row(TRAINING, Event.PEERS_LOST, NONE, LEFT, GOES),
+    Row(TRAINING, PhaseEvent.STEP_ENDS, Fact.ROUND_OVER | Fact.ALONE, LEFT, GOES),
+    Row(TRAINING, PhaseEvent.STEP_ENDS, Fact.ROUND_OVER | Fact.COUNTS | Fact.EPOCH_ENDS, TRAINING),
+    Row(TRAINING, PhaseEvent.STEP_ENDS, Fact.ROUND_OVER, LEFT, GOES),
+    Row(TRAINING, PhaseEvent.STEP_ENDS, NONE, TRAINING, (PhaseAction.CHANGE_WORLD,)),
+    Row(TRAINING, PhaseEvent.ALL_WHOLE, NONE, TRAINING, (PhaseAction.SHARE_DATA, PhaseAction.BEGIN, PhaseAction.LOOK_FOR_OTHERS)),
+    Row(TRAINING, PhaseEvent.LOOP_BEGINS, Fact.ROUND_OVER, LEFT, GOES),
+    Row(TRAINING, PhaseEvent.SAVES, NONE, TRAINING, (PhaseAction.PUBLISH,)),
+    Row(TRAINING, PhaseEvent.PEERS_LOST, NONE, LEFT, GOES),
     # A late rank meets the others where its script comes to the next loop or save. A loop in which it has become late has no batch, as its
     # epoch is over, and a save has nothing to publish: the others have done both. So there is no row for these.
-    Row(LATE, Event.COMES_BACK, NONE, MEETING, (Action.PUT_BACK, Action.MEET_AGAIN, Action.MAKE_GROUPS)),
+    Row(LATE, PhaseEvent.COMES_BACK, NONE, MEETING, (PhaseAction.PUT_BACK, PhaseAction.MEET_AGAIN, PhaseAction.MAKE_GROUPS)),
 )
 
 
-def can(phase: Phase, event: Event) -> bool:
+def can(phase: Phase, event: PhaseEvent) -> bool:
     """Return whether ``event`` may come in ``phase``."""
     return any((row.phase, row.event) == (phase, event) for row in ROWS)
 
 
-def step(phase: Phase, event: Event, facts: Fact = NONE) -> tuple[Phase, tuple[Action, ...]]:
+def step(phase: Phase, event: PhaseEvent, facts: Fact = NONE) -> tuple[Phase, tuple[PhaseAction, ...]]:
     """Return the phase that follows, and what to do in it, in this order. An event that cannot come is a bug, and raises RuntimeError."""
     for row in ROWS:
         if (row.phase, row.event) == (phase, event) and row.given in facts:

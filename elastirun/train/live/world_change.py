@@ -27,7 +27,7 @@ from elastirun.train.groups.process_groups import connects_within, end_beside, e
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.state_slices import Receiver, Sender
 from elastirun.train.reduction.control_words import SWITCH, WHOLE
-from elastirun.train.reduction.world import LiveWorld as NextWorld
+from elastirun.train.reduction.world import World
 from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_worlds import LiveWorld
 
@@ -55,7 +55,7 @@ class WorldChange:
     ) -> None:
         self._live, self._model, self._state, self._backend, self._timeout = live, model, state, backend, timeout
         self._model_switch = WorldSwitch(model)
-        self._next: tuple[LiveWorld, NextWorld] | None = None
+        self._next: tuple[LiveWorld, World] | None = None
         self._error: BaseException | None = None
         self._work: Sender | Receiver | None = None
         self.sharing = 0  # ranks that the data are shared among, for a new rank

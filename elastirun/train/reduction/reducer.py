@@ -34,7 +34,7 @@ from elastirun.progress import progress
 from elastirun.train import autograd_engine
 from elastirun.train.errors import OutsideForward, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import gather
-from elastirun.train.reduction.backward import BROKEN, DONE, DRAINING, EMPTY, STARTED, ReduceSchedule, BackwardTrigger
+from elastirun.train.reduction.backward import BROKEN, DONE, DRAINING, EMPTY, STARTED, BackwardTrigger, ReduceSchedule
 from elastirun.train.reduction.buckets.bucket_set import BucketSet
 from elastirun.train.reduction.buckets.planner import MeasuredPlan, Planner
 from elastirun.train.reduction.comm_hooks import Hook
