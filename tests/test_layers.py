@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import io
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -357,3 +359,28 @@ def test_attributes_are_counted() -> None:
     source = "class A:\n  def __init__(self):\n    self.a, self.b = 1, 2\n    self.c: int = 3\n  def f(self):\n    self.d += self.e"
     (node,) = ast.parse(source).body
     assert isinstance(node, ast.ClassDef) and attributes(node) == {"a", "b", "c", "d"}
+
+
+MOST_CODE, MOST_FILES = 28_500, 320  # of the product, see docs/decisions/0031
+
+
+def lines_of_code(source: str) -> int:
+    """Count the lines without comments, docstrings and blanks."""
+    texts = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTION)) and ast.get_docstring(node, clean=False) is not None
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in no_code]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - texts)
+
+
+def test_the_product_grows_by_decision_only() -> None:
+    found = [path.read_text() for _, path in sources()]
+    assert (sum(map(lines_of_code, found)) <= MOST_CODE, len(found) <= MOST_FILES) == (True, True)
+
+
+def test_lines_of_code_are_counted() -> None:
+    assert lines_of_code('"""Text\nof a module."""\n\n# why\ndef f():\n    """Text."""\n    return [\n        1,\n    ]\n') == 4
