@@ -1,4 +1,4 @@
-"""Runs another launcher with elastirun in torchrun's place: ``python -m elastirun.takeover accelerate launch ... train.py``.
+"""Runs another launcher with elastirun in torchrun's place: ``elastirun takeover accelerate launch ... train.py``.
 
 Some launchers call torchrun from inside: ``accelerate launch``, ``fabric run``, ``tune run``. They build its arguments and call
 ``torch.distributed.run.run(args)`` or ``main(argv)`` in their own process. This module replaces these two functions: they execute
@@ -22,9 +22,9 @@ from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.errors import UsageError
 from elastirun.start_command import start_command
 
-_USAGE = "usage: python -m elastirun.takeover (COMMAND | -m MODULE | FILE.py) [ARGUMENTS...]"
+_USAGE = "usage: elastirun takeover (COMMAND | -m MODULE | FILE.py) [ARGUMENTS...]"
 _ABOUT = """Runs a launcher that calls torchrun from inside, with elastirun in torchrun's place and the same arguments:
-  python -m elastirun.takeover accelerate launch --multi_gpu --num_processes=8 train.py
+  elastirun takeover accelerate launch --multi_gpu --num_processes=8 train.py
 
 COMMAND is one that a Python package installs, such as accelerate, fabric or tune. Options that only elastirun has are given by
 their PET_ variables, see elastirun --help-all."""
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         take_over()
         start()
     except UsageError as error:
-        print(f"elastirun.takeover: {error}", file=sys.stderr)
+        print(f"elastirun takeover: {error}", file=sys.stderr)
         return ExitCode.USAGE
-    print(f"elastirun.takeover: {arguments[0]} ended without calling torch.distributed.run, so elastirun did not run", file=sys.stderr)
+    print(f"elastirun takeover: {arguments[0]} ended without calling torch.distributed.run, so elastirun did not run", file=sys.stderr)
     return ExitCode.OK
 
 

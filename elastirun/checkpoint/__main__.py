@@ -1,4 +1,4 @@
-"""The command ``python -m elastirun.checkpoint``: lists, verifies, shows and exports the checkpoints in a directory.
+"""The command ``elastirun checkpoint``: lists, verifies, shows and exports the checkpoints in a directory.
 
 Bad input ends in one line on stderr and exit status 2; damage that ``verify`` finds, in exit status 1.
 """
@@ -211,7 +211,7 @@ def _age(seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit. ``argv`` is without the program's name; None: ``sys.argv``."""
     try:
-        command.main(None if argv is None else list(argv), prog_name="python -m elastirun.checkpoint", standalone_mode=False)
+        command.main(None if argv is None else list(argv), prog_name="elastirun checkpoint", standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message())
     except CheckpointError as error:
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(line: str) -> NoReturn:
-    click.echo(f"elastirun.checkpoint: {clip(line, 1000)}", err=True)
+    click.echo(f"elastirun checkpoint: {clip(line, 1000)}", err=True)
     sys.exit(BAD_INPUT)
 
 

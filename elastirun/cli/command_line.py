@@ -39,6 +39,11 @@ How a job stands, on a node of the job or from elsewhere:
 
 What happened in a job, as a page for a browser, from the events that --log-dir keeps:
   elastirun report DIR
+
+Checkpoints of elastirun.train; a launcher that calls torchrun from inside; more about each command:
+  elastirun checkpoint ls DIR
+  elastirun takeover accelerate launch train.py
+  elastirun help status
 """
 _SHORT_NOTES = """\
 Options come before SCRIPT. In [brackets]: the default. Nearly every option is also a variable, such

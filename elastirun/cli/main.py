@@ -28,7 +28,7 @@ from elastirun.cli import command_line, completion, subcommands
 from elastirun.cli.detect.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
 from elastirun.cli.options import GROUPS
-from elastirun.cli.parse import quote
+from elastirun.cli.parse import nearest, quote
 from elastirun.cli.resolve import resolve
 from elastirun.cli.token_file import read_token
 from elastirun.config import NO_FILES, Command, Etcd, LaunchConfig
@@ -41,10 +41,13 @@ PROBE_TIMEOUT = 300.0  # seconds for importing torch and counting devices: a col
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one agent to its end, and exit with its status. ``argv`` is without the program's name; None: ``sys.argv``."""
     words = sys.argv[1:] if argv is None else argv
-    if command := subcommands.asked_for(words, os.environ):
-        sys.exit(subcommands.run(command, words[1:]))
     prepared: LaunchConfig | int = ExitCode.OK
     try:
+        if (command := subcommands.asked_for(words, os.environ)) == "help":
+            words = subcommands.words_of_help(words[1:])
+            command = subcommands.asked_for(words, os.environ)
+        if command:
+            sys.exit(subcommands.run(command, words[1:]))
         prepared = _prepare(words)
         status = prepared if isinstance(prepared, int) else _launch(prepared)
     except ElastirunError as error:
@@ -146,7 +149,8 @@ def _check_command(command: Command, python: str | None) -> None:
         if not os.path.isfile(os.path.join(script, "__main__.py")):
             raise BadCommand(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
     elif not os.path.exists(script):
-        raise BadCommand(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python")
+        hint = nearest(script, subcommands.MODULES).replace("mean ", "mean elastirun ")
+        raise BadCommand(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python{hint}")
     elif not os.access(script, os.R_OK):
         raise BadCommand(f"SCRIPT: {quote(script)} cannot be read; change its permissions or its owner")
 

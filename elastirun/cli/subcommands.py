@@ -1,17 +1,25 @@
-"""Runs the commands ``elastirun status`` and ``elastirun report``. A script with such a name is started as by torchrun."""
+"""Runs ``elastirun status``, ``report``, ``checkpoint``, ``takeover`` and ``help``. A script with such a name is started as by torchrun."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from elastirun import standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.cli.options import BY_DEST
+from elastirun.cli.parse import nearest, quote
 from elastirun.errors import NothingFound, StartError, UsageError
 
-MODULES = {name: f"elastirun.cli.{name}_command" for name in ("status", "report")}  # each has a function ``main``, see ``run``
+MODULES = {  # each has a function ``main``, see ``run``
+    "status": "elastirun.cli.status_command",
+    "report": "elastirun.cli.report_command",
+    "checkpoint": "elastirun.checkpoint.__main__",
+    "takeover": "elastirun.takeover",
+}
+HELP = {"": ["--help"], "launch": ["--help-all"], **{name: [name, "--help"] for name in MODULES}}  # by the words after ``help``
 NOTHING_FOUND = 4  # exit code
 CODES = {UsageError: ExitCode.USAGE, StartError: ExitCode.ENVIRONMENT, NothingFound: NOTHING_FOUND}
 
@@ -19,18 +27,29 @@ CODES = {UsageError: ExitCode.USAGE, StartError: ExitCode.ENVIRONMENT, NothingFo
 def asked_for(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the name of the command that the command line asks for; empty: it starts a script."""
     name = argv[0] if argv else ""
-    if name not in MODULES or os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py")):
+    if name not in (*MODULES, "help") or os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py")):
         return ""
     if any(environ.get(str(BY_DEST[dest].env), "0").strip() not in ("", "0") for dest in ("module", "no_python")):
         return ""
     return name
 
 
+def words_of_help(topics: Sequence[str]) -> list[str]:
+    """Return the command line that shows what ``elastirun help`` with the words ``topics`` asks for. Raises UsageError."""
+    topic = " ".join(topics)
+    if topic not in HELP:
+        raise UsageError(f"help: there is no help on {quote(topic)}{nearest(topic, HELP)}; there is for {', '.join(filter(None, HELP))}")
+    return HELP[topic]
+
+
 def run(name: str, argv: Sequence[str]) -> int:
     """Run a command with the words after its name. Return the exit code. What it raises of ``CODES`` is one line on stderr.
 
-    The module is loaded here, because a launch does without its imports, which are slow.
+    The module is loaded here, because a launch does without its imports, which are slow. ``takeover`` becomes a process without our
+    signal handlers: it runs other people's programs.
     """
+    if name == "takeover":
+        os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *argv])
     try:
         code: int = importlib.import_module(MODULES[name]).main(argv)
         return code

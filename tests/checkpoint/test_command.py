@@ -179,7 +179,7 @@ def test_bad_input_ends_in_one_line(tmp_path: Path, arguments: list[str], line: 
         line = "{} has no checkpoint of step 7"
     code, output, errors = run(*(argument.replace("{}", str(tmp_path)) for argument in arguments), capsys=capsys)
     expected = line.replace("{}", str(tmp_path)).replace("{size}", str(len(FILES["tensors.json"])))
-    assert (code, output) == (2, "") and errors.startswith(f"elastirun.checkpoint: {expected}") and errors.count("\n") == 1
+    assert (code, output) == (2, "") and errors.startswith(f"elastirun checkpoint: {expected}") and errors.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -242,7 +242,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, capsys: pytest.
     values = json.dumps({"a": TENSOR}).encode()
     publish(str(tmp_path / "d"), 1, files={"f": b"x", "tensors.json": json.dumps(odd).encode(), "values.json": values})
     code, _, errors = run("export", tmp_path / "d", "--to", tmp_path / "x.safetensors", capsys=capsys)
-    assert code == 2 and errors == "elastirun.checkpoint: the tensor a has the type quint8, which safetensors does not have\n"
+    assert code == 2 and errors == "elastirun checkpoint: the tensor a has the type quint8, which safetensors does not have\n"
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 

@@ -58,13 +58,13 @@ def test_what_cannot_be_taken_over_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("print('training in this process')\n")
     done = take_over(tmp_path, "alone.py")
     assert (done.returncode, done.stdout) == (0, "training in this process\n")
-    assert done.stderr == "elastirun.takeover: alone.py ended without calling torch.distributed.run, so elastirun did not run\n"
+    assert done.stderr == "elastirun takeover: alone.py ended without calling torch.distributed.run, so elastirun did not run\n"
     for command in (["no-such-launcher", "launch"], [], ["-m", "no_such.module"], ["./missing.py"]):
         done = take_over(tmp_path, *command)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert done.stderr.startswith(("elastirun.takeover: no ", "elastirun.takeover: there is no file './missing.py' in "))
+        assert done.stderr.startswith(("elastirun takeover: no ", "elastirun takeover: there is no file './missing.py' in "))
     done = take_over(tmp_path, "--help")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: python -m elastirun.takeover (COMMAND | ")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: elastirun takeover (COMMAND | ")
 
 
 @pytest.mark.parametrize(
