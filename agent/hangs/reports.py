@@ -35,7 +35,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SharedVerdict:
-    """A ``Verdict`` on the workers of all nodes. ``reports``: ids of the reports that it follows from."""
+    """A ``HangVerdict`` on the workers of all nodes. ``reports``: ids of the reports that it follows from."""
 
     reports: tuple[str, ...]
     ranks: tuple[int, ...]

@@ -100,8 +100,8 @@ def answer(message: Mapping[str, Any], fds: Sequence[int], images: list[Image]) 
     try:
         if did == "images":
             _replace(images, unused)
-        elif did in ACTIONS:
-            reply |= ACTIONS[did](message, images)
+        elif did in COMMANDS:
+            reply |= COMMANDS[did](message, images)
         else:
             raise CheckpointError(f"the writer has no request {clip(repr(did))}")
     except Exception as error:  # whatever a storage library raises: training goes on, and the trainer has the line
@@ -200,7 +200,7 @@ def _place(message: Mapping[str, Any]) -> tuple[Directory, str]:
 
 
 Command = Callable[[Mapping[str, Any], list[Image]], dict[str, Any]]
-ACTIONS: dict[object, Command] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}
+COMMANDS: dict[object, Command] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}
 
 
 def repeat(

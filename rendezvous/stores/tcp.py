@@ -242,7 +242,7 @@ class _Watch:
 
 @contextmanager
 def _translated(what: str = "no answer of the store") -> Iterator[None]:
-    """Raise the errors of a ``tcp_wire.Connection`` as ``StoreError``. ``what``: the failure, for the message."""
+    """Raise the errors of a ``tcp_wire.TcpConnection`` as ``StoreError``. ``what``: the failure, for the message."""
     try:
         yield
     except (OSError, ValueError) as error:
