@@ -1,7 +1,9 @@
 """Run one of the suites that are started by hand: random histories, kills, faults, scripts. They take minutes to hours.
 
-python -m tests.stress                        what there is
-python -m tests.stress NAME [OPTION ...]      run it; --help has its options
+Usage:
+
+    python -m tests.stress                        what there is
+    python -m tests.stress NAME [OPTION ...]      run it; --help has its options
 """
 
 from __future__ import annotations

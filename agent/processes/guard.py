@@ -42,7 +42,9 @@ NOTICE = b"N"  # JSON: where to write the agent's death notice, see death_notice
 
 END_TIMEOUT = 10.0  # seconds for killed processes to end, beyond which no death notice is written: the others have found the silence
 NOTICE_TIMEOUT = 15.0  # seconds for the death notice; later than that nobody waits for it
-LONGEST_POLL = 1.0  # seconds; after a suspension a deadline is noticed at most so much late, if the agent is frozen, too
+# Seconds. A deadline that passes while the machine is suspended is noticed this much late at most, and only if the agent stands still as
+# well: each message of the agent wakes the guard.
+LONGEST_POLL = 1.0
 GROUP_TIMEOUT = 60.0  # seconds for killed members to leave the control group; the kernel frees the memory of a large worker slowly
 FOLDER_PREFIXES = (b"elastirun_", b"elastirun-agent-")  # names of temporary folders that the agent makes begin so
 

@@ -1,6 +1,8 @@
 """Kill one process of a job with ``--preload`` at a random moment: the job goes on or ends as it should, and nothing is left of it.
 
-python -m tests.system.preload_kills --tries 100 [--modules torch]
+Usage:
+
+    python -m tests.system.preload_kills --tries 100 [--modules torch]
 """
 
 from __future__ import annotations

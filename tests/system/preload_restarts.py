@@ -1,6 +1,8 @@
 """Restart a job with ``--preload`` again and again in one run: each round comes up, and neither the agent nor its fork server grows.
 
-python -m tests.system.preload_restarts --restarts 1000 [--modules torch]
+Usage:
+
+    python -m tests.system.preload_restarts --restarts 1000 [--modules torch]
 """
 
 from __future__ import annotations

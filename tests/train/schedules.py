@@ -1,6 +1,8 @@
 """Train in worlds of real processes that are killed and resized, with checkpoints between them, and compare with undisturbed training.
 
-python -m tests.train.schedules --tries 20 --seed 0
+Usage:
+
+    python -m tests.train.schedules --tries 20 --seed 0
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """A change to the next world of a round while the present one trains: a new rank costs the others some milliseconds in a step.
 
-admit    a new rank is ready, as rank 0 has seen. All ranks make the groups and the memory of the next world, each in a thread
-switch   each rank asks for it when its thread is done. The step in which all ask is the last one in the old groups
-slices   new ranks make the same steps as the others, with data of no weight, and get a slice of the state after each one
-whole    each rank asks for it when all slices are sent or taken. After the step in which all ask, the data are shared among all
+Its stages, in this order:
+
+    admit    a new rank is ready, as rank 0 has seen. All ranks make the groups and the memory of the next world, each in a thread
+    switch   each rank asks for it when its thread is done. The step in which all ask is the last one in the old groups
+    slices   new ranks make the same steps as the others, with data of no weight, and get a slice of the state after each one
+    whole    each rank asks for it when all slices are sent or taken. After the step in which all ask, the data are shared among all
 """
 
 from __future__ import annotations
