@@ -55,7 +55,7 @@ def launch_function(fn: Callable[..., Any], args: Sequence[object], options: Map
 def command_line(options: Mapping[str, object]) -> list[str]:
     """Return ``nproc_per_node=2, fail_fast=True`` as options of the command line. None and False leave an option out.
 
-    A dict becomes ``KEY=VALUE,...``, as for ``--set``.
+    A dict becomes ``KEY=VALUE,...``, as for ``--set``, without keys whose value is None.
     """
     line = []
     for name, value in options.items():
@@ -63,7 +63,7 @@ def command_line(options: Mapping[str, object]) -> list[str]:
         if value is True:
             line.append(option)
         elif value is not None and value is not False:
-            value = [f"{key}={item}" for key, item in value.items()] if isinstance(value, Mapping) else value
+            value = [f"{key}={item}" for key, item in value.items() if item is not None] if isinstance(value, Mapping) else value
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             line.append(f"{option}={text}")
     return line

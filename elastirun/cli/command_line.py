@@ -127,7 +127,7 @@ def _beginnings(name: str, new: bool = False) -> list[str]:
 
 
 def _last_value(ctx: click.Context, param: click.Parameter, values: Sequence[str] | None) -> str | None:
-    """Return the value that was given last, or all values of --set with commas.
+    """Return the value that was given last; of --set all values, joined by commas, without empty ones.
 
     Refuses an option as the value of the option before it, as argparse does; click takes any next word as the value.
     """
@@ -136,7 +136,7 @@ def _last_value(ctx: click.Context, param: click.Parameter, values: Sequence[str
             raise click.BadOptionUsage(param.opts[0], "the value is missing")
     if not values:
         return None
-    text = ",".join(values) if param.name == "set" else values[-1]
+    text = ",".join(filter(str.strip, values)) if param.name == "set" else values[-1]
     return text.removeprefix("=") if any(len(name) == len("-x") for name in param.opts) else text  # -r=3: click's value is "=3"
 
 

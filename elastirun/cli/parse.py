@@ -383,12 +383,13 @@ def rdzv_conf(text: str) -> RdzvConf:
 
 
 def key_values(text: str, example: str) -> dict[str, str]:
-    """Parse ``key=value,key=value`` into a dict. The last value counts when a key is given twice."""
+    """Parse ``key=value,key=value`` into a dict, in the order of the values that count: the last one of each key."""
     given: dict[str, str] = {}
     for item in text.strip().split(",") if text.strip() else []:
         key, _, value = (part.strip() for part in item.partition("="))
         if not key or not value:
             raise ValueError(f"{quote(item)} is not KEY=VALUE; give KEY=VALUE,KEY=VALUE such as {example}")
+        given.pop(key, None)  # the last spelling of a key comes last: ``log-mode=600,log_mode=640,log-mode=644`` is 644
         given[key] = value
     return given
 

@@ -25,7 +25,8 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's variable for -
 MOST_WORKERS = 4096  # on one node; far above any machine's devices, so more is a typing mistake
 LEAST_LOG_LIMIT = 1 << 16  # bytes; the longest line that is kept in one piece
 MOVE = 3.0  # seconds within which the rendezvous store has moved, once its host is given up
-LATE = ("nnodes", "nproc_per_node", "standalone", "rdzv_endpoint", "rdzv_id", "max_restarts")  # names that scripts hardly have
+# Options that elastirun warns of where they stand after the script: few scripts have options with these names.
+WARNED_AFTER_SCRIPT = ("nnodes", "nproc_per_node", "standalone", "rdzv_endpoint", "rdzv_id", "max_restarts")
 SHORTEST_EXPIRE = 1.0  # seconds; below this a busy node is taken for a lost one
 
 
@@ -326,7 +327,7 @@ def _warn_of_late_options(options: GivenOptions, script: Sequence[str]) -> None:
     """Warn of options after the script, unless the same option is also given to elastirun: then the script has one, too."""
     words = script[1 : script.index("--") if "--" in script else None]
     names = {word.partition("=")[0].replace("_", "-") for word in words}
-    for option in (BY_DEST[dest] for dest in LATE):
+    for option in (BY_DEST[dest] for dest in WARNED_AFTER_SCRIPT):
         if option.name in names and not options.is_given(option.dest):
             where = f"stands after {parse.quote(script[0])}, so the script gets it and elastirun does not"
             options.warn(f"{option.name} {where}; put it before the script")

@@ -128,7 +128,7 @@ def test_the_start_method_of_the_caller_stays_unchosen() -> None:
 def test_options_are_those_of_the_command_line() -> None:
     line = command_line({"nproc_per_node": 2, "standalone": True, "fail_fast": False, "log_dir": None, "show": [0, -1]})
     assert line == ["--nproc-per-node=2", "--standalone", "--show=0,-1"]
-    assert command_line({"set": {"restart-pause": 0, "log_mode": 640}}) == ["--set=restart-pause=0,log_mode=640"]
+    assert command_line({"set": {"restart-pause": 0, "strikes-cooldown": None, "log_mode": 640}}) == ["--set=restart-pause=0,log_mode=640"]
 
 
 @pytest.mark.parametrize(("options", "alone"), [("", True), (", detect='auto', join_timeout=0.1", False)])

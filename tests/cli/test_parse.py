@@ -232,6 +232,7 @@ def test_rdzv_conf() -> None:
     assert parse.rdzv_conf(text) == RdzvConf(1.5, 0.0, 2.0, 4, True, 1, (("cert", "/x=y"),))
     assert parse.rdzv_conf("close_timeout=1,heartbeat_timeout=2,heartbeat=2,read_timeout=3,store_type=TCP") == RdzvConf()
     assert parse.rdzv_conf("rank=1,rank=2").rank == 2
+    assert parse.rdzv_conf("cacert=/1,ca_cert=/2,cacert=/3") == parse.rdzv_conf("cacert=/3")
 
 
 def test_etcd_endpoints() -> None:

@@ -328,6 +328,8 @@ def test_keys_of_set_come_from_the_command_line_and_the_environment() -> None:
     config = config_of("--set=restart-pause=2 --set first-step-timeout=9,restart_pause=3 t.py", environ)
     assert (config.timing.restart_pause, config.strikes_cooldown, config.first_step_timeout) == (3.0, 7.0, 9.0)
     assert config_of("--set= t.py", {"PET_SET": " "}) == config_of("t.py")
+    assert config_of("--set= --set=restart-pause=2 --set= t.py").timing.restart_pause == 2.0
+    assert config_of("--set=restart-pause=1,restart_pause=2,restart-pause=3 t.py").timing.restart_pause == 3.0
     assert error_of("t.py", {"PET_SET": "restart-pause=x"}).startswith("PET_SET restart-pause: 'x' is not a number of seconds")
 
 
