@@ -316,16 +316,17 @@ def _raises(*given: Any) -> None:
     raise ValueError("of the script")
 
 
-@pytest.mark.parametrize(("errors", "ends"), [("fail fail", True), ("fail fine fail", False), ("lost lost", False)])
+@pytest.mark.parametrize(("errors", "ends"), [("fail fail", True), ("fail fine fail", False), ("lost lost", False), ("asked asked", False)])
 def test_a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error(live: Make, errors: str, ends: bool) -> None:
     """Else each attempt costs a round and a failure, and nobody ever sees why."""
-    training, _ = live()
+    training, peers = live()
     outcomes = iter(errors.split())
 
     def save(number: int, state: Any) -> bool:
         if (outcome := next(outcomes, "fine")) == "fine":
             return True
-        raise CheckpointError("the state has a socket") if outcome == "fail" else RuntimeError("Connection closed by peer")
+        peers.asked = outcome == "asked"
+        raise RuntimeError("Connection closed by peer") if outcome == "lost" else CheckpointError("the state has a socket")
 
     training._checkpoints.current = SimpleNamespace(save=save)  # type: ignore[assignment]
 

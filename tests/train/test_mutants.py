@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.changes import always, gets, instead_of, never, skips, without
+from tests.support.changes import always, gets, instead_of, never, part_always, skips, without
 from tests.support.mutants import Mutant, copy, each, failing, mutants_in, named_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
@@ -32,7 +32,7 @@ PUBLISHES = "    Row(TRAINING, PhaseEvent.SAVES, NONE, TRAINING, (PhaseAction.PU
 MUTANTS = (
     mutant(
         "a loop in which a rank has become late has no batch",
-        *("elastic:Elastic._loop", always("Phase.LATE")),
+        *("elastic:Elastic._loop", part_always("Phase.LATE")),
         seen_by="live_loop::a_script_that_left_the_loop_in_the_failed_last_step_gets_no_batch_of_the_epoch_that_the_others_are_in",
     ),
     mutant(
@@ -290,7 +290,7 @@ MUTANTS = (
     ),
     mutant(
         "without an agent there is no other round to save in",
-        *("elastic:Elastic._publish", always("_live")),
+        *("elastic:Elastic._publish", part_always("_live")),
         seen_by="live_loop::without_an_agent_a_state_is_saved_after_an_interrupted_reduction",
     ),
     mutant(
@@ -339,8 +339,13 @@ MUTANTS = (
     ),
     mutant(
         "a lost peer is no failure of a save",
-        *("elastic:Elastic._is_loss", always("CheckpointError")),
+        *("elastic:Elastic._is_loss", part_always("CheckpointError")),
         seen_by="live_loop::a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[lost lost-False]",
+    ),
+    mutant(
+        "a save that cannot be made as the agent ends the round is no failure",
+        *("elastic:Elastic._is_loss", gets("is_lost", "False")),
+        seen_by="live_loop::a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[asked asked-False]",
     ),
     mutant(
         "a last save waits for a step that this rank has lost",
