@@ -248,7 +248,7 @@ def _logs(options: GivenOptions) -> LogPolicy:
 
 
 def _warn_of_log_options(options: GivenOptions, logs: LogPolicy) -> None:
-    """Warn of options for log files or for teed lines, where there are none."""
+    """Warn of options for log files where none are written, and of options for teed lines where none are teed."""
     no_files, no_tee, no_redirects = logs.log_dir == NO_FILES, logs.tee == StdMap(), logs.redirects == StdMap()
     teed, nothing = "teed lines; add --tee=3", "no output goes to files; add --redirects=3 or --tee=3"
     for dest, given, idle, why in (
@@ -324,7 +324,7 @@ def _warn_of_variables(options: GivenOptions) -> None:
 
 
 def _warn_of_late_options(options: GivenOptions, script: Sequence[str]) -> None:
-    """Warn of options after the script, unless the same option is also given to elastirun: then the script has one, too."""
+    """Warn of options after the script. One that elastirun was given as well is left out: the script then has an option of that name."""
     words = script[1 : script.index("--") if "--" in script else None]
     names = {word.partition("=")[0].replace("_", "-") for word in words}
     for option in (BY_DEST[dest] for dest in WARNED_AFTER_SCRIPT):

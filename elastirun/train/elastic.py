@@ -421,8 +421,9 @@ class Elastic:
         connection = self._connection
         if connection is None or not phases.can(self._phase, PhaseEvent.PEERS_LOST) or isinstance(error, ModelMismatch | WrongUse):
             return False
-        is_lost = live_sockets.is_cut or self._is_asked() or self._settled != max(self._round, 1)  # the world has not begun: it is no save
-        if isinstance(error, CheckpointError) and not is_lost and self._checkpoints.fails_again():
+        begins = self._settled != max(self._round, 1)  # this world has not begun, so the error is not that of a save
+        is_lost = live_sockets.is_cut or self._is_asked()
+        if isinstance(error, CheckpointError) and not is_lost and not begins and self._checkpoints.fails_again():
             return False
         if self._phase is Phase.JOINING:
             self._end_if_over()

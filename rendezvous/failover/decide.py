@@ -33,7 +33,10 @@ class Stay:
 
 @dataclass(frozen=True)
 class Probe:
-    """Look at the store of ``place`` at the time ``due``. None: where the job was started, and write ``claim`` there if there is one."""
+    """Look at the store of ``place`` at the time ``due``.
+
+    ``place`` None: look where the job was started, and write ``claim`` there if there is one.
+    """
 
     reason: str
     place: Place | None

@@ -18,7 +18,7 @@ class StoreSearch:
 
     since: float | None = None  # None: there is no search
     due: float = -math.inf  # the time of the next look
-    turn: int = 0  # looks since then
+    turn: int = 0  # looks since the search began
     doubts: bool = False  # this node would give up the store without proof that its host has died
 
     def go_on(self, doubts: bool, now: float, pause: float) -> StoreSearch:
@@ -45,8 +45,8 @@ class Evidence:
     ran: tuple[str, float] = ("", 0.0)  # of the round that this node has given up: the fence token, and for how many seconds it was known
     left: frozenset[str] = frozenset()  # names of the stores that this node has given up: what it has written there still stands
     before: Place | None = None  # the last store in use that had a round record; None: where the job was started
-    unreached: bool = False  # that store did not answer when this node gave it up
-    host_seq: int | None = None  # of the row of its host, as it was read there last; None: it was not
+    unreached: bool = False  # the store of ``before`` did not answer when this node gave it up
+    host_seq: int | None = None  # ``seq`` of the row of that store's host, as it was read there last; None: no such row was read
     # looks at other stores
     search: StoreSearch = StoreSearch()
     silent_since: Mapping[str, float] = field(default_factory=dict)  # by the name of a store: since when it has not answered
@@ -91,7 +91,7 @@ class Evidence:
         return replace(self, gone=self.gone | ended, known=known, word=word) if votes else self
 
     def answered(self, answer: Synced, record: RoundRecord | None) -> Evidence:
-        """Take in an ``answer`` of the store in use. What was found where the job was started held for this exchange."""
+        """Take in an ``answer`` of the store in use. What a look where the job was started has found counts for one exchange only."""
         terms = {**self.terms, **{vote.id: vote.record.term for vote in answer.votes}}
         since = self.undecided_since if answer.round is None else None
         return replace(self.heard(answer.votes, record), terms=terms, undecided_since=since, start_is_clear=False, is_replaced=False)
@@ -138,7 +138,7 @@ class Evidence:
         return replace(back, left=back.left - {self.before.name}) if self.before else back
 
     def uses(self, place: Place | None, undecided_since: float | None) -> Evidence:
-        """Note that the store of ``place`` is in use. ``undecided_since``: see there."""
+        """Note that the store of ``place`` is in use. ``undecided_since``: as the field of that name."""
         left = self.left | {self.at.name} if self.at else self.left
         moved = replace(self, at=place, undecided_since=undecided_since, left=left, minority_since=None, is_replaced=False)
         return replace(moved, search=StoreSearch(), silent_since={}, start=None, start_is_clear=False)

@@ -16,7 +16,7 @@ from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import Place, RoundRecord, Vote
 
 QUICKEST_LOOK = 0.02  # seconds between two looks at standby stores, just after the store was lost: a guard needs about 0.1 s
-LOOKS_OF_WAIT = 0.1  # of the time since then, up to a beat
+LOOKS_OF_WAIT = 0.1  # later, the time between two looks as a part of the time since the store was lost; at most a beat
 OVERRULED_AGAIN = 5.0  # seconds at most from one word of another run to the next, of those that count together
 TOO_FEW = "too few nodes of the last round can be reached, and the others may go on without this node"
 

@@ -1,4 +1,4 @@
-"""The phases of a live worker, and the table of what it does in each of them. Pure: ``Elastic`` performs (docs/elastic.md).
+"""The phases of a live worker, and the table of what it does in each of them. Pure: ``Elastic`` performs it (docs/elastic.md).
 
 ``step(phase, event, facts)`` returns the next phase and the actions that lead there. An action may end with the next event.
 """
@@ -69,16 +69,12 @@ class Row(NamedTuple):
     actions: tuple[PhaseAction, ...] = ()
 
 
-Following = tuple[PhaseEvent, Fact]  # what comes after an action
+Following = tuple[PhaseEvent, Fact]  # the event with which an action ends
 NONE = Fact(0)
 FIXED, LEFT, MEETING, REHEARSING, JOINING, TRAINING, LATE = Phase
 GOES = (PhaseAction.LEAVE, PhaseAction.WAIT_FOR_ROUND)
-OF_SCRIPT = (
-    PhaseEvent.STEP_ENDS,
-    PhaseEvent.COMES_BACK,
-    PhaseEvent.LOOP_BEGINS,
-    PhaseEvent.SAVES,
-)  # may come in any phase; without a row nothing follows
+# Events of the script, which may come in any phase. Where the table has no row for one, nothing follows.
+OF_SCRIPT = (PhaseEvent.STEP_ENDS, PhaseEvent.COMES_BACK, PhaseEvent.LOOP_BEGINS, PhaseEvent.SAVES)
 ROWS = (
     # A world that never changes: alone, of another launcher, or of another backend. An error there is nobody's loss.
     Row(FIXED, PhaseEvent.ROUND_BEGINS, NONE, FIXED, (PhaseAction.MAKE_GROUPS,)),

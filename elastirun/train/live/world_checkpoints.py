@@ -18,7 +18,7 @@ class WorldCheckpoints:
     def __init__(self, state: TrainState, make: Callable[[], Checkpointer] | None) -> None:
         self._state, self._make = state, make
         self.current: Checkpointer | None = None  # of the present world
-        self._last_save: tuple[int, int, int] | None = None  # of the last world
+        self._last_save: tuple[int, int, int] | None = None  # in the worlds before this one
         self._failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
 
     def begin(self, restores: bool) -> None:
