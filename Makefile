@@ -6,7 +6,8 @@
 # make test-long  tests that take half a minute and more each
 # make test-loaded  the tests alone, while other work takes every processor: no test may ask for what a busy machine cannot keep
 #                 (TESTS=tests/system for some of them; takes three times as long)
-# make test-preload  the tests of whole jobs once more, with --preload=torch
+# make test-executed  the tests of whole jobs once more, with --preload=off; make test-forked: with --preload=torch, also where a script has no
+#                 torch (make test does either of them on some days, with json in place of torch)
 # make failover   three nodes on this machine: one is killed, one is added; a table of what happened, and a proof that
 #                 nothing was lost: the same final weights as without failures, bit by bit
 # make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
@@ -52,7 +53,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_ARCH ?= x86_64
 GPU_PARTS :=
 
-.PHONY: train quick test test-all test-long test-loaded test-preload test-torch mutants failover gpu gpu-wheels nightly lint venv clean
+.PHONY: train quick test test-all test-long test-loaded test-executed test-forked test-torch mutants failover gpu gpu-wheels nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
@@ -78,7 +79,10 @@ mutants: venv
 test-long: venv
 	TEST_LONG=1 $(PYTEST) -m long $(TESTS)
 
-test-preload: venv
+test-executed: venv
+	TEST_PRELOAD=off $(PYTEST) $(if $(TESTS),$(TESTS),tests/system)
+
+test-forked: venv
 	TEST_PRELOAD=torch $(PYTEST) $(if $(TESTS),$(TESTS),tests/system)
 
 # torch pins some of its own needs, each version others, so those of constraints.txt do not hold here.
@@ -108,7 +112,7 @@ nightly: venv
 	  accelerate lightning transformers wandb tensorboard torchdata numpy expecttest
 	@failed=; run() { echo "$$*"; "$$@" || failed="$$failed\n  $$*"; }; \
 	run .nightly/bin/python -m tests.nightly.frameworks; \
-	run env PET_PRELOAD=torch .nightly/bin/python -m tests.nightly.frameworks; \
+	run env PET_PRELOAD=off .nightly/bin/python -m tests.nightly.frameworks; \
 	for part in preload in_place live_scripts upstream; do run .nightly/bin/python -m tests.nightly.$$part; done; \
 	for version in $(TORCHES); do run $(MAKE) test-torch TORCH=$$version; done; \
 	run $(PYTEST); \

@@ -39,10 +39,10 @@ class Launcher:
 
 
 ELASTIRUN = Launcher("elastirun", "elastirun")
-PRELOAD = Launcher("elastirun, preload", "elastirun", options=("--preload=torch",))
+EXECUTED = Launcher("elastirun, executed", "elastirun", options=("--preload=off",))
 TORCHRUN = Launcher("torchrun", "torch.distributed.run")
 UNSHARED = Launcher("torchrun, unshared", "torch.distributed.run", (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),))
-LAUNCHERS = {"elastirun": ELASTIRUN, "elastirun-preload": PRELOAD, "torchrun": TORCHRUN, "torchrun-unshared": UNSHARED}
+LAUNCHERS = {"elastirun-executed": EXECUTED, "elastirun": ELASTIRUN, "torchrun": TORCHRUN, "torchrun-unshared": UNSHARED}
 
 
 @dataclass

@@ -7,8 +7,8 @@ Agents have loopback addresses, workers all-reduce one number over gloo and make
 each launcher. Every job is repeated ``--rounds`` times, with the launchers taking turns in another order each time. A row in which a
 launcher did not manage three jobs of three is not tried again with it.
 
-"torchrun, unshared" has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which torchrun 2.13 cannot grow. "elastirun, preload" has
---preload=torch. ``--publish`` writes the tables of README.md and benchmarks/README.md, and docs/launcher.svg.
+"torchrun, unshared" has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which torchrun 2.13 cannot grow. "elastirun, executed" has
+--preload=off. ``--publish`` writes the tables of README.md and benchmarks/README.md, and docs/launcher.svg.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import costs
-from benchmarks.lab import LAUNCHERS, PRELOAD, ROOT, WORKER, Bench, Launcher, Worker, machine, meeting, shown
+from benchmarks.lab import LAUNCHERS, ROOT, WORKER, Bench, Launcher, Worker, machine, meeting, shown
 from benchmarks.launcher_report import ROWS, Result, Run, conditions, picture, results_table, write_page
 
 PATIENCE = 120.0  # seconds for a job to come up where this is not measured; far above the usual 10 s, for a busy machine
@@ -33,7 +33,6 @@ SETTLE = 2.0  # seconds for which a job runs before something is done to it: wha
 GIVE_UP = 3  # jobs in a row that a launcher did not manage, after which the row is not tried again
 TRAINING = {"BENCH_OPTIMIZER": "1"}
 IDLE = {"BENCH_OPTIMIZER": "1", "BENCH_IDLE": "1"}
-HELP = [sys.executable, "-m", "elastirun", "--help"]
 WARM_UP = "import torch._dynamo, torch.distributed.run, elastirun.agent.agent"
 
 
@@ -264,15 +263,6 @@ def measure(run: Run, rows: Sequence[str], launchers: Sequence[Launcher], settin
             yield
 
 
-def available(names: Sequence[str]) -> list[Launcher]:
-    """Return the launchers of these names. "elastirun, preload" is left out where elastirun does not know --preload."""
-    launchers = [LAUNCHERS[name] for name in names]
-    if PRELOAD in launchers and "--preload" not in subprocess.run(HELP, cwd=ROOT, capture_output=True, text=True).stdout:
-        print(f'"{PRELOAD.name}" is left out: elastirun does not know --preload', file=sys.stderr, flush=True)
-        launchers.remove(PRELOAD)
-    return launchers
-
-
 def new_run(options: argparse.Namespace, launchers: Sequence[Launcher]) -> Run:
     """Describe the run before it begins."""
     ways = [on_one_node("N"), on_nodes(1, "MIN:MAX", "PORT")]
@@ -282,7 +272,7 @@ def new_run(options: argparse.Namespace, launchers: Sequence[Launcher]) -> Run:
 
 def new_results(options: argparse.Namespace) -> Run:
     """Run what the options select. A run that SIGINT or SIGTERM ends returns what it has; ``--json`` is written after each scenario."""
-    launchers = available(options.launchers)
+    launchers = [LAUNCHERS[name] for name in options.launchers]
     run = new_run(options, launchers)
     settings = Settings(options.cap, options.watch, options.idle_workers)
     try:

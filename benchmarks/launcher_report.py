@@ -172,7 +172,7 @@ def results_table(run: Run, rows: Sequence[str]) -> str:
 
 BLOCK = re.compile(r"(<!-- measured: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
 LEGEND = (
-    '"Unshared" is torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, "preload" elastirun with `--preload=torch`. '
+    '"Unshared" is torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, "executed" elastirun with `--preload=off`. '
     "In brackets: ratios of medians to the better torchrun; -: not measured."
 )
 PICTURE = "![Seconds for each event under each launcher](../docs/launcher.svg)"

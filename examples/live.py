@@ -1,7 +1,7 @@
 """Train a small network on handwritten digits; workers that are left when others are lost, come or leave keep their processes.
 
     python examples/live.py                                       one process, no launcher
-    elastirun --standalone --nproc-per-node=2 --preload=torch --max-restarts=100 examples/live.py
+    elastirun --standalone --nproc-per-node=2 --max-restarts=100 examples/live.py
                                                                   kill one of the workers: the other one goes on with the next step
     elastirun --nnodes=1:3 --rdzv-id=live --rdzv-endpoint=HOST:29400 examples/live.py
                                                                   the same on each of one to three nodes; kill agents, start others

@@ -24,9 +24,10 @@ for _name in list(os.environ):  # before any test module is imported, so that th
     if (_name.startswith(LAUNCHER_PREFIXES) and _name != KEPT) or _name in ("RANK", "WORLD_SIZE"):
         del os.environ[_name]
 
-# TEST_PRELOAD=torch: the agents that the tests start have --preload=torch, except where a test says something else (make test-preload).
-if _modules := os.environ.get("TEST_PRELOAD"):
-    os.environ["PET_PRELOAD"] = _modules
+# TEST_PRELOAD=off, TEST_PRELOAD=torch: the agents that the tests start have this --preload, except where a test says something else
+# (make test-executed, make test-forked). Without it see tests/system/conftest.py.
+if _preload := os.environ.get("TEST_PRELOAD"):
+    os.environ["PET_PRELOAD"] = _preload
 
 # Hundreds of agents and workers start here, and several processes collect the tests: none compiles what another one has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -57,7 +57,7 @@ GROUPS = {
     RUN: (
         Option("module", "", None, "SCRIPT is a module name: run it as python -m does.", "m"),
         Option("no_python", "", None, "SCRIPT is a program: run it without python in front."),
-        Option("preload", "auto|off|MODULES", "off", _PRELOAD, new=True),
+        Option("preload", "auto|off|MODULES", "auto", _PRELOAD, new=True),
         Option("dry_run", "", None, "Show what would be run, and where each value came from; start nothing.", new=True),
         Option("version", "", None, "Show the version.", new=True, in_environment=False),
         Option("help_all", "", None, "Show every option.", new=True, in_environment=False),

@@ -27,6 +27,7 @@ LEAST_LOG_LIMIT = 1 << 16  # bytes; the longest line that is kept in one piece
 MOVE = 3.0  # seconds within which the rendezvous store has moved, once its host is given up
 # Options that elastirun warns of where they stand after the script: few scripts have options with these names.
 WARNED_AFTER_SCRIPT = ("nnodes", "nproc_per_node", "standalone", "rdzv_endpoint", "rdzv_id", "max_restarts")
+STARTED_ONCE = "the job's only worker is never started again (one node, --max-restarts=0)"
 SHORTEST_EXPIRE = 1.0  # seconds; below this a busy node is taken for a lost one
 
 
@@ -73,7 +74,6 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         logs=logs,
         signals=signals,
         forward_signals=forward_signals,
-        preload=_preload(options, command, facts),
         numa_binding=options.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=options.flag("virtual_local_rank"),
         health=_health(options),
@@ -81,10 +81,12 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         **vars(rendezvous),
     )
     _warn_of_variables(options)
+    named = _modules(options)
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
     _check_ranks(options, logs, nproc, alone=rendezvous.max_nodes == 1)
     _check_gpus(options, nproc, facts)
-    return replace(config, nproc=nproc)
+    config = replace(config, nproc=nproc)
+    return replace(config, preload=_preload(options, named, config, facts))
 
 
 def _command(options: GivenOptions, script: Sequence[str]) -> Command:
@@ -101,29 +103,43 @@ def _command(options: GivenOptions, script: Sequence[str]) -> Command:
     return Command(script[0], tuple(script[1:]), module and not run_path, no_python and not run_path, run_path)
 
 
-def _preload(options: GivenOptions, command: Command, facts: MachineFacts) -> Preload:
-    """Return what to preload. Nothing, and a warning, where workers cannot be forks of a Python with the same settings."""
-    names = () if (options.text("preload") or "").strip() == "off" else options.read("preload", parse.modules)
+def _modules(options: GivenOptions) -> tuple[str, ...]:
+    """Return the names in --preload, of which "auto" may be one; none: it is off."""
+    return () if (options.text("preload") or "").strip() == "off" else options.read("preload", parse.modules)
+
+
+def _preload(options: GivenOptions, named: tuple[str, ...], config: LaunchConfig, facts: MachineFacts) -> Preload:
+    """Return what to preload. Nothing where workers cannot be forks of a Python with the same settings; a warning if it was asked for."""
+    command = config.command
     against = [options.label("no_python")] if command.no_python else [options.label("run_path")] if command.run_path else []
     against += [options.label("numa_binding")] if options.is_given("numa_binding") else []
     against += [options.label("virtual_local_rank")] if options.flag("virtual_local_rank") else []
     against += ["PYTHON_EXEC"] if options.environ.get("PYTHON_EXEC") else []
-    if not names:
+    if not named:
         return Preload()
     if against:
         why = f"with {against[0]} workers are executed"
         if options.is_given("preload"):
             options.warn(f"{options.label('preload')} has no effect: {why}")
         found = Preload(why=why)
-    elif "auto" in names:
-        found = facts.imports(command)
-        named = tuple(name for name in names if name != "auto")
+    elif "auto" in named:
+        found = Preload(why=STARTED_ONCE) if is_started_once(config) else facts.imports(command)
+        named = tuple(name for name in named if name != "auto")
         found = replace(found, modules=tuple(dict.fromkeys((*named, *found.modules))))
     else:
-        return Preload(names)
+        return Preload(named)
     tried = f"; if possible also {', '.join(found.tried)}" if found.tried else ""
     options.derive("preload", ", ".join(found.modules) + tried if found.modules else "off", found.why)
     return found
+
+
+def is_started_once(config: LaunchConfig) -> bool:
+    """Return whether the job has one worker, which is never started again: a fork server costs memory and time, and saves neither.
+
+    With several workers the imports are done once for all of them. With a restart, or other nodes that may be lost or join, a worker
+    is started again.
+    """
+    return config.nproc == 1 and config.max_nodes == 1 and config.max_restarts == 0
 
 
 def _port_range(options: GivenOptions, rendezvous: RendezvousConfig) -> tuple[int, int] | None:

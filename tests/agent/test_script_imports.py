@@ -21,7 +21,7 @@ def decided(text: str, own: Mapping[str, str] = NOBODY) -> Preload:
     def local(step: Import) -> tuple[str, list[script_imports.FileStep]] | None:
         return (f"{step.module}.py", steps(own[step.module])) if step.module in own else None
 
-    return decide(steps(text), local, INSTALLED.__contains__, "lightning".__eq__)
+    return decide(steps(text), local, INSTALLED.__contains__, {"lightning", "elastirun"}.__contains__)
 
 
 def test_the_imports_of_a_file_in_their_order() -> None:
@@ -51,6 +51,8 @@ def test_a_file_that_cannot_be_parsed_imports_nothing(text: str | bytes) -> None
         ("try:\n    import torch\nexcept ImportError:\n    pass", "torch"),
         ("import lightning as L", "lightning"),
         ("import requests, lightning", "lightning"),
+        ("from elastirun import train", "elastirun"),
+        ("from elastirun.train.elastic import elastic", "elastirun.train.elastic"),
     ],
 )
 def test_a_script_that_imports_torch_or_what_needs_it(text: str, cause: str) -> None:
@@ -60,7 +62,7 @@ def test_a_script_that_imports_torch_or_what_needs_it(text: str, cause: str) -> 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "import requests", "import torchmetrics", "name = 'import torch'", "if TYPE_CHECKING:\n    import torch", "import torch as"],
+    ["", "import requests", "import torchmetrics", "from elastirun.progress import progress", "name = 'import torch'", "if TYPE_CHECKING:\n    import torch", "import torch as"],
 )
 def test_a_script_without_torch_is_executed(text: str) -> None:
     assert decided(text) == Preload(why=NO_TORCH)

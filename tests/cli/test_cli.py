@@ -62,7 +62,7 @@ def elastirun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 FROZEN = """
 module m PET_MODULE flag
 no-python - PET_NO_PYTHON flag
-preload - PET_PRELOAD off
+preload - PET_PRELOAD auto
 dry-run - PET_DRY_RUN flag
 version - - flag
 help-all - - flag

@@ -11,7 +11,7 @@ from elastirun.cli import command_line
 from elastirun.cli.detect.detected import Host
 from elastirun.cli.given_options import GivenOptions, MachineFacts
 from elastirun.cli.options import OPTIONS
-from elastirun.cli.resolve import resolve
+from elastirun.cli.resolve import STARTED_ONCE, resolve
 from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Preload, Std, StdMap, Timing
 from elastirun.errors import StartError, UsageError
 
@@ -54,7 +54,8 @@ def error_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
 
 def test_the_plain_case() -> None:
     command = Command("train.py", ("--lr", "0.1"))
-    config = LaunchConfig(command=command, min_nodes=1, max_nodes=1, nproc=1, run_id="new-id", endpoint=None)
+    preload = Preload(why=STARTED_ONCE)
+    config = LaunchConfig(command=command, min_nodes=1, max_nodes=1, nproc=1, run_id="new-id", endpoint=None, preload=preload)
     assert config_of("train.py --lr 0.1") == config
 
 
@@ -466,25 +467,37 @@ def test_a_worker_that_is_a_launcher_leaves_the_health_port_of_its_agent_alone()
 
 def test_what_is_preloaded() -> None:
     for line, environ in (
-        ("t.py", {}),
-        ("t.py", {"PET_PRELOAD": ""}),
-        ("--preload=off t.py", {"PET_PRELOAD": "torch"}),
-        ("--preload= t.py", {}),
+        ("--preload=off --max-restarts=1 t.py", {"PET_PRELOAD": "torch"}),
+        ("--max-restarts=1 t.py", {"PET_PRELOAD": "off"}),
+        ("--preload= --max-restarts=1 t.py", {}),
     ):
         assert config_of(line, environ).preload == Preload()
     assert config_of("--preload=torch t.py", {"PET_PRELOAD": "json"}).preload == Preload(("torch",))
     assert config_of("-m m", {"PET_PRELOAD": "torch, transformers.models,torch"}).preload == Preload(("torch", "transformers.models"))
-    assert config_of("--preload=auto t.py").preload == Preload(("torch",), ("numpy",), "text")
-    assert config_of("--preload=json,auto t.py").preload == Preload(("json", "torch"), ("numpy",), "text")
-    assert config_of("--preload=auto s.py").preload == Preload(why="no torch")
+    for environ in NOBODY, {"PET_PRELOAD": ""}, {"PET_PRELOAD": "auto"}:
+        assert config_of("--max-restarts=1 t.py", environ).preload == Preload(("torch",), ("numpy",), "text")
+    assert config_of("--preload=json,auto --max-restarts=1 t.py").preload == Preload(("json", "torch"), ("numpy",), "text")
+    assert config_of("--max-restarts=1 s.py").preload == Preload(why="no torch")
     for text in ("torch,", "a b", "./t.py", "-m", "a..b"):
         assert error_of("t.py", {"PET_PRELOAD": text}).startswith("PET_PRELOAD: ")
 
 
 def test_what_the_text_of_a_script_decides_is_shown() -> None:
-    for script, shown in ("t.py", ("torch; if possible also numpy", "derived: text")), ("s.py", ("off", "derived: no torch")):
-        _, options = resolved(f"--preload=auto {script}")
+    for line, shown in (
+        ("--nproc-per-node=2 t.py", ("torch; if possible also numpy", "derived: text")),
+        ("--nproc-per-node=2 s.py", ("off", "derived: no torch")),
+        ("t.py", ("off", f"derived: {STARTED_ONCE}")),
+    ):
+        _, options = resolved(line)
         assert [(row.value, row.source) for row in options.rows() if row.option == "--preload"] == [shown]
+
+
+@pytest.mark.parametrize("options", ["--nproc-per-node=2", "--max-restarts=1", "--nnodes=1:2 --rdzv-id=a --rdzv-endpoint=h"])
+def test_what_is_started_more_than_once_is_worth_a_fork_server(options: str) -> None:
+    assert config_of("--preload=auto t.py").preload == Preload(why=STARTED_ONCE)
+    assert config_of("--preload=json,auto t.py").preload == Preload(("json",), why=STARTED_ONCE)
+    assert config_of("--preload=torch t.py").preload == Preload(("torch",))
+    assert config_of(f"{options} t.py").preload.modules == ("torch",)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +515,7 @@ def test_where_nothing_can_be_preloaded_it_is_said(line: str, environ: dict[str,
         why = f"with {name} workers are executed"
         assert config_of(f"--preload={value} {line}", environ, warnings=1).preload == Preload(why=why)
         assert warning_of(f"--preload={value} {line}", environ) == f"--preload has no effect: {why}"
-    config_of(line, environ)
+    assert config_of(line, environ).preload == Preload(why=f"with {name} workers are executed"), "by default without a warning"
 
 
 def test_virtual_local_ranks_need_a_gpu_each() -> None:

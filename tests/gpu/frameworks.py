@@ -27,7 +27,7 @@ from tests.support.gpu import DEVICE, DRY, HERE, NCCL, NO_GPU, figure
 NAMES = ("accelerate", "lightning", "transformers")
 SECONDS = 80.0  # for both turns: the part has 90, and a job that is late needs some to end
 FIRST = 48.0  # seconds for the first turn, which reads the frameworks from a cold disk
-MODES = {"": "", "torch": "with --preload=torch"}  # the values of PET_PRELOAD, and their words in the figure
+MODES = {"off": "", "torch": "with --preload=torch"}  # the values of PET_PRELOAD, and their words in the figure
 # A line of each worker: the device of the parameters, and the backend of the process group.
 TRAINED = re.compile(r"^DEVICE (\w+)\S* (\w+)$", re.MULTILINE)
 FROM = 5  # the step of each script's first checkpoint: a worker that goes on from one does not begin below it

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.starts
 
-elastirun with ``--preload=torch``, elastirun and torchrun take turns, twice, with the same command line: a start, then
+elastirun, elastirun with ``--preload=off`` and torchrun take turns, twice, with the same command line: a start, then
 two kills of the worker in the first turn and one in the second. A worker has a gloo group of its own, and its step
 is a kernel whose result it reads. elastirun has ``--set restart-pause=0``: this measures a restart, not the pause before
 it, which grows when rounds fail soon. What all of them read is in the page cache.
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-from benchmarks.lab import ELASTIRUN, PRELOAD, ROOT, TORCHRUN, WORKER, Bench, Launcher, seconds
+from benchmarks.lab import ELASTIRUN, EXECUTED, ROOT, TORCHRUN, WORKER, Bench, Launcher, seconds
 from benchmarks.launcher import WARM_UP
 from tests.support.gpu import DEVICE, DRY, HERE, NO_GPU, figure
 
-LAUNCHERS = (PRELOAD, ELASTIRUN, TORCHRUN)
-NAMES = {PRELOAD: "--preload=torch", ELASTIRUN: "elastirun", TORCHRUN: "torchrun"}
+LAUNCHERS = (ELASTIRUN, EXECUTED, TORCHRUN)
+NAMES = {ELASTIRUN: "elastirun", EXECUTED: "--preload=off", TORCHRUN: "torchrun"}
 KILLS = (2, 1)  # in each turn of a launcher
 CAP = 30.0  # seconds after which something counts as never
 STEPS = 10  # before a kill: what follows a start has ended by then
@@ -86,7 +86,7 @@ def tell(claim: str, found: dict[Launcher, list[float]]) -> None:
 
 def holds(times: dict[Launcher, Times]) -> bool:
     """Return whether each start and kill of ours came up, and torchrun has a time of both kinds beside them."""
-    ours = times[PRELOAD].missing + times[ELASTIRUN].missing == 0
+    ours = times[ELASTIRUN].missing + times[EXECUTED].missing == 0
     return ours and bool(times[TORCHRUN].starts and times[TORCHRUN].kills)
 
 

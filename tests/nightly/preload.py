@@ -53,7 +53,7 @@ def play(case: Case, preload: str, fail_at: int | None) -> Played:
 
 def compare(case: Case, fail_at: int | None) -> list[str]:
     """Return what differs; nothing if it is as it should be."""
-    executed, forked = play(case, "", fail_at), play(case, "torch", fail_at)
+    executed, forked = play(case, "off", fail_at), play(case, "torch", fail_at)
     print(f"    exit code {executed.code}, {forked.code}; {executed.seconds:.1f} s executed, {forked.seconds:.1f} s forked", flush=True)
     said, again = executed.said(fail_at is not None), forked.said(fail_at is not None)
     differs = [f"only executed: {line}" for line in sorted(said - again)] + [f"only forked: {line}" for line in sorted(again - said)]

@@ -25,7 +25,7 @@ pytestmark = needs_gpu
 
 COUNT = torch.cuda.device_count() if HERE else 1
 PRELOAD = "--preload=torch"
-WAYS = pytest.mark.parametrize("way", ["--preload=", PRELOAD], ids=["executed", "preload"])
+WAYS = pytest.mark.parametrize("way", ["--preload=off", PRELOAD], ids=["executed", "preload"])
 NVIDIA = "/dev/nvidia"  # begins the name of each device file of the driver
 # Each worker holds a fifth of its GPU. What other programs take or give back meanwhile is less than half of that.
 MEMORY = """

@@ -26,12 +26,12 @@ def test_a_short_run_measures_and_writes_what_it_is_asked_for(tmp_path: Path, ca
 
 @pytest.fixture
 def run() -> Run:
-    made = Run("a machine", "2026-01-02", ["elastirun", "elastirun, preload", "torchrun", "torchrun, unshared"], {}, 8)
+    made = Run("a machine", "2026-01-02", ["elastirun", "elastirun, executed", "torchrun", "torchrun, unshared"], {}, 8)
     kills = [
         ("elastirun", 2.0),
         ("elastirun", 1.0),
         ("elastirun", 3.0),
-        ("elastirun, preload", 0.2),
+        ("elastirun, executed", 0.2),
         ("torchrun", 4.0),
         ("torchrun, unshared", 5.0),
     ]
@@ -47,7 +47,7 @@ def run() -> Run:
 
 def test_ratios_are_those_of_medians_to_the_better_torchrun(run: Run) -> None:
     assert cell(run, "kill", "elastirun") == "2.00 (0.50)"
-    assert cell(run, "kill", "elastirun, preload") == "0.200 (0.05)"
+    assert cell(run, "kill", "elastirun, executed") == "0.200 (0.05)"
     assert cell(run, "kill", "torchrun, unshared") == "5.00"
     assert json.loads(run.to_json())["summary"]["kill"]["elastirun"] == {"n": 3, "happened": 3, "median": 2.0, "ratio": 0.5}
 

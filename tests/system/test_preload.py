@@ -56,6 +56,7 @@ def frames():
 def look():
     names = globals()
     seen = {
+        "forked": "RANK=" not in open("/proc/self/environ").read(),  # the only difference
         "dunders": sorted(n for n in names if n.startswith("__")), "name": __name__, "file": names.get("__file__"),
         "spec": getattr(__spec__, "name", None), "package": __package__, "doc": __doc__, "cached": names.get("__cached__"),
         "loader": [type(__loader__).__name__, getattr(__loader__, "path", None), getattr(__loader__, "name", None)],
@@ -124,23 +125,25 @@ if __name__ == "__main__":
 
 
 @pytest.mark.daily(3)
-@pytest.mark.parametrize(("way", "modules"), [("{}", FEW), ("./{}", FEW), ("-m {}", FEW), ("{}", "torch"), ("{}", "auto")])
+@pytest.mark.parametrize(("way", "modules"), [("{}", FEW), ("./{}", FEW), ("-m {}", FEW), ("{}", "torch"), ("{}", "by default")])
 def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, way: str, modules: str) -> None:
     folder, name = nodes.tmp_path / "scripts", "probe_of_a_worker"
     folder.mkdir()
-    own = "import torch, torch._dynamo\n" if modules in ("torch", "auto") else ""  # with torch, only what its import does is different
+    own = "import torch, torch._dynamo\n" if modules in ("torch", "by default") else ""  # with torch, only what its import does is different
     (folder / f"{name}.py").write_text(PROBE.replace("import traceback", f"{own}import traceback"))
-    nodes.env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PET_PRELOAD": "", "OMP_NUM_THREADS": "1"}
+    nodes.env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    nodes.env.pop("PET_PRELOAD", None)
 
     def seen(i: int, *options: str) -> tuple[dict[str, Any], list[str]]:
         out = nodes.tmp_path / "seen.json"
         nodes.env["TEST_OUT"] = str(out)
         command = way.format(name if way.startswith("-m") else f"{name}.py").split()
-        nodes.launch(i, *options, *command, "a", "", before=("env", "-C", str(folder))).wait(60)
+        nodes.launch(i, "--max-restarts=1", *options, *command, "a", "", before=("env", "-C", str(folder))).wait(60)
         text = [line for line in nodes.out(i).splitlines() if line.startswith(("  File ", "    ", "at exit", "LookupError"))]
         return dict(json.loads(out.read_text())), text
 
-    executed, forked = seen(1), seen(2, f"--preload={modules}")
+    executed, forked = seen(1, "--preload=off"), seen(2, *([] if modules == "by default" else [f"--preload={modules}"]))
+    assert (executed[0].pop("forked"), forked[0].pop("forked")) == (False, True)
     differ = {key: (executed[0][key], forked[0][key]) for key in executed[0] if executed[0][key] != forked[0][key]}
     assert differ == {}
     assert "at exit" in forked[1] and not any("forkserver" in line for line in forked[1])
@@ -170,7 +173,7 @@ def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is
     os.mkfifo(gate)
     (modules / "sitecustomize.py").write_text(GATED)
     nodes.env |= {"PYTHONPATH": str(modules), "TEST_GATE": str(gate)}
-    nodes.agent(1, "--preload=", "--last-call=0.1", nnodes="1:2")
+    nodes.agent(1, "--preload=off", "--last-call=0.1", nnodes="1:2")
     (worker,) = nodes.round(1)
     where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=test", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2")
     nodes.launch(2, "--nnodes=1:2", *where, "--preload=torch", str(nodes.script), program=with_change(SLOW_MACHINE))

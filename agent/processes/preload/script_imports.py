@@ -29,6 +29,8 @@ CHANGES = "the script may change environment variables before it imports torch"
 RANKS = re.compile(rf"\b({'|'.join(sorted(ROUND_NAMES))})\b".encode())
 REQUIRES = re.compile(r"^Requires-Dist: *([\w.-]+)[^;\n]*(.*)$", re.MULTILINE)  # in a package's METADATA: a name, and when
 OF_TORCH = re.compile(r"extra *== *['\"]torch['\"]")  # of packages that can do without, and with which nobody does
+OURS = "elastirun"  # requires torch, but only the modules of ``OURS_WITH_TORCH`` import it
+OURS_WITH_TORCH = "elastirun.train"
 INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -51,6 +53,11 @@ class Import(FileStep):
 
     module: str
     parts: tuple[str, ...] = ()  # what a ``from`` statement takes out of the module: modules, perhaps
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that the statement may import."""
+        return [self.module, *(f"{self.module}.{part}" for part in self.parts)]
 
     @property
     def package(self) -> str:
@@ -122,7 +129,8 @@ def decide(
     """
     flat = list(_with_local(script, local))
     imports = [(i, step) for i, (step, _) in enumerate(flat) if isinstance(step, Import)]
-    at_torch = [i for i, step in imports if step.package == "torch"] or [i for i, step in imports if needs_torch(step.package)]
+    at_torch = [i for i, step in imports if _imports_torch(step)]
+    at_torch = at_torch or [i for i, step in imports if step.package != OURS and needs_torch(step.package)]
     if not at_torch:
         return Preload(why=NO_TORCH)
     imported = next((i for i in at_torch if not flat[i][0].later), len(flat))
@@ -132,6 +140,11 @@ def decide(
     step, file = flat[at_torch[0]]
     assert isinstance(step, Import)
     return Preload(("torch",), _tried(script, local, installed), f"{file} imports {step.module}")
+
+
+def _imports_torch(step: Import) -> bool:
+    """Return whether the statement imports torch, or a module of ours that does."""
+    return step.package == "torch" or any(f"{name}.".startswith(f"{OURS_WITH_TORCH}.") for name in step.names)
 
 
 def _with_local(script: Sequence[FileStep], local: Callable[[Import], Local | None]) -> Iterator[tuple[FileStep, str]]:
@@ -195,8 +208,7 @@ class Files:
     def imported(self, step: Import) -> Local | None:
         """Return the user's files that an import runs, as one; None: there is none. Their own imports of such files are left out."""
         if step not in self._imported:
-            names = [step.module, *(f"{step.module}.{part}" for part in step.parts)]
-            paths = {path: package for name in names for path, package in _paths(name, self._folders)}
+            paths = {path: package for name in step.names for path, package in _paths(name, self._folders)}
             found = [inner for path, package in paths.items() for inner in steps(self.read(path), package)]
             others = [inner for inner in found if not isinstance(inner, Import) or not _paths(inner.module, self._folders)]
             self._imported[step] = (os.path.basename([*paths][-1]), others) if paths else None
