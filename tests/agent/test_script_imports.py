@@ -62,7 +62,15 @@ def test_a_script_that_imports_torch_or_what_needs_it(text: str, cause: str) -> 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "import requests", "import torchmetrics", "from elastirun.progress import progress", "name = 'import torch'", "if TYPE_CHECKING:\n    import torch", "import torch as"],
+    [
+        "",
+        "import requests",
+        "import torchmetrics",
+        "from elastirun.progress import progress",
+        "name = 'import torch'",
+        "if TYPE_CHECKING:\n    import torch",
+        "import torch as",
+    ],
 )
 def test_a_script_without_torch_is_executed(text: str) -> None:
     assert decided(text) == Preload(why=NO_TORCH)

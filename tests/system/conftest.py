@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.daily import today
 
-# By the day. Most scripts here have no torch, so that by default their workers are executed; with json, which takes no time, they are forks.
+# By the day. Most scripts here have no torch, so their workers are executed by default; with json, which takes no time, they are forks.
 PRELOADS = (None, "off", "json")
 
 

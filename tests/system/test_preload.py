@@ -129,7 +129,7 @@ if __name__ == "__main__":
 def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, way: str, modules: str) -> None:
     folder, name = nodes.tmp_path / "scripts", "probe_of_a_worker"
     folder.mkdir()
-    own = "import torch, torch._dynamo\n" if modules in ("torch", "by default") else ""  # with torch, only what its import does is different
+    own = "" if modules == FEW else "import torch, torch._dynamo\n"  # with torch, only what its import does is different
     (folder / f"{name}.py").write_text(PROBE.replace("import traceback", f"{own}import traceback"))
     nodes.env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     nodes.env.pop("PET_PRELOAD", None)
