@@ -19,9 +19,9 @@ FAST = ("--last-call=0.5",)
 
 
 def test_one_node_needs_nothing_but_the_script(nodes: Cluster) -> None:
-    agent = nodes.launch(1, "--nproc-per-node=2", str(nodes.script), "--nnodes=7", "${local_rank}", "--", "-x")
+    agent = nodes.launch(1, "--nproc-per-node=2", str(nodes.script), "${local_rank}", "--", "--nnodes=7")
     workers = nodes.round(2)
-    assert [w.env["argv"][1:] for w in workers] == [["--nnodes=7", str(i), "--", "-x"] for i in range(2)]
+    assert [w.env["argv"][1:] for w in workers] == [[str(i), "--", "--nnodes=7"] for i in range(2)]
     assert [w.env["LOCAL_RANK"] for w in workers] == ["0", "1"]
     for worker in workers:
         worker.tell("exit 0")
