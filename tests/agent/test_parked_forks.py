@@ -204,6 +204,8 @@ LEAVES = {
     "a process": "process = hasattr(__main__, 'hook') or subprocess.Popen(['sleep', '1000'])",
     "a hook": "atexit.register(print)",
     "an error": "__main__.hook",
+    "a word": "print('odd')",
+    "many words": "os.write(2, bytes(1 << 20))",
 }
 
 

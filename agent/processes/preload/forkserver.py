@@ -203,12 +203,17 @@ def try_out(names: list[str]) -> None:
 
 
 def is_good(name: str) -> bool:
-    """Import a module, and return whether forks are then as executed workers: nothing is left that they would share."""
+    """Import a module, and return whether forks are then as executed workers: it has written nothing, and left nothing to share."""
     import atexit
     import gc
+    from select import select
     from signal import SIG_DFL, SIGALRM, alarm, signal
 
     before, hooks = open_files(), atexit._ncallbacks()
+    streams, (heard, written) = [os.dup(fd) for fd in (1, 2)], os.pipe()
+    os.set_blocking(written, False)  # who writes more than a pipe holds gets an error
+    for fd in (1, 2):
+        os.dup2(written, fd)
     handler = signal(SIGALRM, SIG_DFL)
     alarm(TRIAL_LIMIT)  # which ends this process
     trouble = load([name], on_read=give_up)
@@ -216,8 +221,13 @@ def is_good(name: str) -> bool:
     if handler is not SIG_DFL:
         signal(SIGALRM, handler)
     gc.collect()  # which may close a file
+    wrote = select([heard], [], [], 0)[0]
+    for fd, stream in enumerate(streams, start=1):
+        os.dup2(stream, fd)
+    for fd in (*streams, heard, written):
+        os.close(fd)
     left = [path for fd, path in open_files().items() if before.get(fd) != path]
-    return not (left or atexit._ncallbacks() > hooks or any(trouble.values()))
+    return not (wrote or left or atexit._ncallbacks() > hooks or any(trouble.values()))
 
 
 def give_up() -> None:
