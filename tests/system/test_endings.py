@@ -195,7 +195,7 @@ def test_202_when_a_worker_cannot_be_killed_and_the_node_does_not_come_back(node
 def test_202_when_this_node_cannot_start_workers_and_the_others_spend_no_restart(nodes: Cluster) -> None:
     full = nodes.tmp_path / "full"
     nodes.env["FULL"] = str(full)
-    options = [QUICK, "--max-restarts=1", "--nnodes=1:2", "--rdzv-id=test", str(nodes.script)]
+    options = [QUICK, "--preload=off", "--max-restarts=1", "--nnodes=1:2", "--rdzv-id=test", str(nodes.script)]
     where = f"--rdzv-endpoint=127.0.0.1:{nodes.port}"
     a = nodes.launch(1, where, "--rdzv-conf=is_host=1", *options)
     b = nodes.launch(2, where, "--rdzv-conf=is_host=0", *options, program=with_change(NO_PROCESS))
