@@ -65,7 +65,8 @@ class Resume:
 
 
 Message = Hello | Park | Parked | AllTrain | Lost | Resume
-OF_A_ROUND: Mapping[Any, Callable[[int], Message]] = {"park": Park, "gathered": AllTrain, "lost": Lost}
+WORDS = {Hello: "hello", Park: "park", Parked: "parked", AllTrain: "gathered", Lost: "lost", Resume: "resume"}
+OF_A_ROUND: Mapping[Any, Callable[[int], Message]] = {WORDS[kind]: kind for kind in (Park, AllTrain, Lost)}
 
 
 def store_prefix(round: int) -> str:
@@ -75,7 +76,7 @@ def store_prefix(round: int) -> str:
 
 def encode(message: Message) -> bytes:
     """Return the packet of a message."""
-    return json.dumps({"do": type(message).__name__.lower(), **vars(message)}, separators=(",", ":")).encode()
+    return json.dumps({"do": WORDS[type(message)], **vars(message)}, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Message | None:
