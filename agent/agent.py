@@ -228,7 +228,7 @@ class Agent:
             part.worker_ended(end)
         if end.code and not self._tracker.stopped:
             self._worker_failed()
-        self._tracker.worker_ended(end)
+        self._tracker.record_end(end)
         if self._tracker.victims and not before and not self._tracker.stopped:
             self._hangs.stacks.ask()  # they are there when the failure is reported
 

@@ -139,8 +139,8 @@ class FailureTracker(Part):
         after = round(end.after, 3)
         self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, 1, Blame.VICTIM, after, (), LOST_PEERS), VICTIM_HOLD)
 
-    def worker_ended(self, end: WorkerExit) -> None:
-        """Record the end of a worker as a failure if it is one."""
+    def record_end(self, end: WorkerExit) -> None:
+        """Record the end of a worker as a failure if it is one. Called when the parts have heard of it: the log has its last lines then."""
         if end.local_rank in self.hung:
             return
         if end.killed_by_us:

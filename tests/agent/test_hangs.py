@@ -554,6 +554,6 @@ def test_the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds
     end = WorkerExit(1, 5, 99, -9, 70.0, killed_by_us=False)
     tracker.worker_hung(end, Blame.OWN_FAULT, "hung: no step for 60 s", ["where it hung"], 60.0)
     assert tracker.report_at <= clock.now()
-    tracker.worker_ended(end)
+    tracker.record_end(end)
     assert tracker.failures == (ExitRecord("n", 5, 1, 99, -9, Blame.OWN_FAULT, 10.0, ("where it hung",), "hung: no step for 60 s"),)
     assert tracker.hung == {1}

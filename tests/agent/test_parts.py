@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,16 @@ def test_an_observer_is_told_of_each_step_of_each_round(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     first = ["round_starts", "workers_started", "worker_ended", "worker_failed", "idle", "round_stops", "idle"]
     assert told.read_text().split() == [*first, "round_starts", "workers_started", "worker_ended", "idle"]
+
+
+def test_each_failure_is_reported_once(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os, sys\nsys.exit(f'rank {os.environ[\"RANK\"]}')\n")
+    command = [sys.executable, "-m", "elastirun", "--standalone", "--nproc-per-node=2", str(worker)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    report = ran.stderr.partition(" FAILED\n")[2]
+    places = sorted(re.findall(r"local_rank:? ([01])", report))
+    assert ran.returncode == 1 and "Root Cause" in report and len(places) == len(set(places)), report
 
 
 def test_a_part_may_hold_back_that_the_workers_have_stopped() -> None:
