@@ -613,7 +613,9 @@ class Elastic:
         """Begin to train in this world."""
         world = self._live.world if self._live is not None else None
         with connecting(world) if world is not None else nullcontext():
-            self._checkpoints.begin(restores)
+            self._checkpoints.begin()
+        if restores:
+            self._checkpoints.restore()
         self._model.check_replicas(gradually=True)
         self._settled, self._tried = max(self._round, 1), 0
         self._worlds += 1

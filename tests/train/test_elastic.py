@@ -49,7 +49,7 @@ from elastirun.train.reduction.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.worker.live_messages import VARIABLE
 from elastirun.worker.live_worlds import LiveWorld
 from tests.support.cluster import free_port
-from tests.support.mutants import PATIENCE
+from tests.support.until import PATIENCE
 from tests.support.worlds import run
 
 SAMPLES, BATCH = 40, 8

@@ -32,7 +32,7 @@ from elastirun.train.live.step_snapshot import Rehearsal
 from elastirun.train.reduction.control_words import ADMIT
 from elastirun.worker.live_worlds import LiveWorld
 from tests.support.cluster import free_port
-from tests.support.mutants import PATIENCE
+from tests.support.until import PATIENCE
 from tests.support.worlds import run
 from tests.train.test_elastic import BATCH, SAMPLES, Masked, alone, made, step
 

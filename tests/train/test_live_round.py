@@ -23,7 +23,7 @@ from elastirun.train.live import live_round
 from elastirun.train.live.live_round import LiveRound, RoundOver
 from elastirun.worker.live_messages import store_prefix
 from elastirun.worker.live_worlds import LiveWorld, first_world, parse_ranks, parse_states
-from tests.support.mutants import PATIENCE
+from tests.support.until import PATIENCE
 
 NAMES = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ELASTIRUN_WORLD")
 

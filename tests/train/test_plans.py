@@ -23,7 +23,7 @@ from elastirun.train.ddp.world_switch import OTHERS_TRAINED, WorldSwitch
 from elastirun.train.groups.collectives import broadcast
 from elastirun.train.reduction.buckets.planner import PROBES
 from elastirun.train.reduction.transports.base import Storage
-from tests.support.mutants import PATIENCE
+from tests.support.until import PATIENCE
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
 

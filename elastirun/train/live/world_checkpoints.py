@@ -21,15 +21,18 @@ class WorldCheckpoints:
         self._last_save: tuple[int, int, int] | None = None  # in the worlds before this one
         self._failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
 
-    def begin(self, restores: bool) -> None:
-        """Make the checkpointer of a world. ``restores``: the newest checkpoint, if there is one."""
+    def begin(self) -> None:
+        """Make the checkpointer of a world."""
         if self._make is None:
             return
         begin_world()
         self.current = self._make()
         if self._last_save is not None:
             self.current.continue_from(self._last_save)  # or none would be due where worlds change more often
-        if restores:
+
+    def restore(self) -> None:
+        """Restore the newest checkpoint, if there is one."""
+        if self.current is not None:
             self.current.restore(self._state)
 
     def offer(self) -> None:
