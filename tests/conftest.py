@@ -55,7 +55,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    later = resting(items)
+    later = set(resting(items))
     config.hook.pytest_deselected(items=later)
     items[:] = [item for item in items if item not in later]
     place = {name: at for at, name in enumerate(LONGEST)}

@@ -149,7 +149,7 @@ def _check_command(command: Command, python: str | None) -> None:
         if not os.path.isfile(os.path.join(script, "__main__.py")):
             raise BadCommand(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
     elif not os.path.exists(script):
-        hint = nearest(script, subcommands.MODULES).replace("mean ", "mean elastirun ")
+        hint = nearest(script, subcommands.MODULES).replace("mean ", "mean elastirun ") if script.isalpha() else ""
         raise BadCommand(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python{hint}")
     elif not os.access(script, os.R_OK):
         raise BadCommand(f"SCRIPT: {quote(script)} cannot be read; change its permissions or its owner")

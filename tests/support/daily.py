@@ -1,4 +1,4 @@
-"""What takes long runs in turn: ``make test`` sets TEST_DAY to a number, and of such tests and mutants a part runs on each day.
+"""Mutants, and tests that are marked ``daily``, take turns: ``make test`` sets TEST_DAY, the number of the day, and runs a part of them.
 
 Without TEST_DAY all of them run, as in ``make test-all``.
 """

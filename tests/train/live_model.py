@@ -101,7 +101,7 @@ class Job:
     def state(self) -> tuple[Any, ...]:
         return (tuple(map(worker_state, self.workers)), *(getattr(self, name) for name in self.FIELDS))
 
-    # -- what a worker does by itself
+    # -- a worker acts
 
     def happens(self, one: Worker, event: PhaseEvent, facts: Fact = NONE) -> None:
         one.phase, one.todo = self.table(one.phase, event, facts)
@@ -499,7 +499,7 @@ class Job:
         else:
             one.then = "made"
 
-    # -- what the agents do, and what disturbs
+    # -- agents form rounds; workers are lost, join and fail
 
     def form(self) -> None:
         """Begin a round with all that live, and with the processes that are to come."""

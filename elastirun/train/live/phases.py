@@ -130,4 +130,4 @@ def step(phase: Phase, event: PhaseEvent, facts: Fact = NONE) -> tuple[Phase, tu
             return row.then, row.actions
     if event in OF_SCRIPT:
         return phase, ()
-    raise RuntimeError(f"impossible event of a live worker: {event.name} in phase {phase.name}")
+    raise RuntimeError(f"impossible event of a live worker: {event.name} in phase {phase.name}; a bug in elastirun, please report it")
