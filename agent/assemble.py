@@ -102,7 +102,8 @@ def assemble(
     stack.callback(signals.close)
     # No other node goes on without the only node of a job, so its guard needs no lease; but see ``GuardLease``.
     lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
-    tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, say)))
+    _, given = config.preload.server or (0, 0)
+    tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, say, given)))
     socket = _socket(tree, selector, say, stack)
     round_check = RoundCheck(
         *(row.id, socket, lambda: session.post(Changed(clock.now()))), lambda: describe_node(session, workers, live, stragglers, environ)

@@ -40,12 +40,12 @@ class ProcessTree:
     """The processes below this agent. Makes this process their subreaper, so that orphans become its children.
 
     ``lease``: seconds that the agent may stand still before the guard kills its workers; 0: no limit.
-    ``say`` gets lines for people.
+    ``say`` gets lines for people. ``given``: a child that this process had when it became the agent, its fork server.
 
     Any child that is started from now on in a session of its own counts as a worker's, unless ``exclude`` names it.
     """
 
-    def __init__(self, job: str, lease: float, selector: selectors.BaseSelector, say: Callable[[str], None]) -> None:
+    def __init__(self, job: str, lease: float, selector: selectors.BaseSelector, say: Callable[[str], None], given: int = 0) -> None:
         self.lease = lease
         self._selector = selector
         self._say = say
@@ -56,7 +56,7 @@ class ProcessTree:
         inherited = os.environ.get(marks.VARIABLE, "")
         own = marks.own()
         self.mark = ",".join(map(str, [*marks.of(inherited)[-marks.MAX_DEPTH :], own]))  # ELASTIRUN_AGENT for the workers
-        strict = os.getpid() == 1 or bool(proc.children(os.getpid()))
+        strict = os.getpid() == 1 or bool(set(proc.children(os.getpid())) - {given})
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._kill_leftovers(job, inherited)
         self.group = _make_group(control_group.name(own.text, job))  # the control group for the workers; empty: none can be made

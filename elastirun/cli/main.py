@@ -23,7 +23,7 @@ from typing import NoReturn
 from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
-from elastirun.agent.processes.preload import script_imports
+from elastirun.agent.processes.preload import script_imports, warm_server
 from elastirun.cli import command_line, completion, subcommands
 from elastirun.cli.detect.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             command = subcommands.asked_for(words, os.environ)
         if command:
             sys.exit(subcommands.run(command, words[1:]))
+        server = _fork_server()
         prepared = _prepare(words)
-        status = prepared if isinstance(prepared, int) else _launch(prepared)
+        status = prepared if isinstance(prepared, int) else _launch(prepared, server, may_stay_above=argv is None)
     except ElastirunError as error:
         _say(str(error))
         kinds = ((UsageError, ExitCode.USAGE), (BadCommand, ExitCode.ENVIRONMENT), (ElastirunError, ExitCode.SICK))
@@ -70,7 +71,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _launch(config: LaunchConfig) -> int:
+def _fork_server() -> tuple[int, int] | None:
+    """Return the control socket and the pid of the fork server that --keep-warm has given this process; None: none."""
+    try:
+        fd, pid = map(int, os.environ.pop(warm_server.VARIABLE, "").split(","))
+        return fd, pid
+    except ValueError:
+        return None
+
+
+def _launch(config: LaunchConfig, server: tuple[int, int] | None, may_stay_above: bool) -> int:
+    """Run the agent. With --keep-warm and without ``server`` it runs below this process, if that may be."""
+    if config.preload.keep_warm and server is None and may_stay_above:
+        from elastirun.agent.processes.preload import keep_warm
+        from elastirun.agent.workers.spec import NodeEnvironment, worker_like
+
+        try:
+            environment = worker_like(config, NodeEnvironment(dict(os.environ), usable_cpus())).env
+            return keep_warm.run(config.preload, environment, (*config.signals, *config.forward_signals))
+        except keep_warm.NotWarm as error:
+            _say(f"warning: --keep-warm has no effect: {error}")
+    config = replace(config, preload=replace(config.preload, server=server))
     from elastirun.agent.agent import run  # a slow import, which --help does without
 
     early_signals.restrict_to(config.signals)

@@ -46,6 +46,7 @@ _BACKEND_RULE = "static: fixed node ranks. Not given: c10d for MIN:MAX or an end
 _LIST_RULE = "etcd: HOST:2379,HOST:2379,... c10d: a list says where the store may be later."
 _DETECT_RULE = "if no endpoint is given, take it and what else is missing from a Slurm step or a Kubernetes Job."
 _PRELOAD = "Import these once, and fork workers from there. auto: torch, if the text of SCRIPT imports it."
+_KEEP_WARM = "What is preloaded stays for TIME after the job (10m), and your next command with the same environment starts with it."
 _SUCCESSION = "Another node takes over the store. proof: when its host has died or left; majority: or is silent."
 _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
     f"{time:g}" for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
@@ -58,6 +59,7 @@ GROUPS = {
         Option("module", "", None, "SCRIPT is a module name: run it as python -m does.", "m"),
         Option("no_python", "", None, "SCRIPT is a program: run it without python in front."),
         Option("preload", "auto|off|MODULES", "auto", _PRELOAD, new=True),
+        Option("keep_warm", "off|TIME", "off", _KEEP_WARM, new=True),
         Option("dry_run", "", None, "Show what would be run, and where each value came from; start nothing.", new=True),
         Option("version", "", None, "Show the version.", new=True, in_environment=False),
         Option("help_all", "", None, "Show every option.", new=True, in_environment=False),

@@ -51,6 +51,9 @@ def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
     return parse
 
 
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # seconds, see ``duration``
+
+
 def seconds(low: float = 0.0, *, above: bool = False) -> Callable[[str], float]:
     """Return a parser of durations in seconds: at least ``low``, or more than ``low`` with ``above``."""
     wanted = f"give a number {'above' if above else 'of at least'} {low:g}"
@@ -83,6 +86,17 @@ def seconds_or(**words: float | None) -> Callable[[str], float | None]:
             raise ValueError(f"{error}, or {'one of ' if len(words) > 1 else ''}{', '.join(words)}") from None
 
     return parse
+
+
+def duration(text: str) -> float:
+    """Return the seconds of a duration above 0, as in 90, 90s, 10m or 1.5h; "off" is 0."""
+    if text == "off":
+        return 0.0
+    number, factor = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
+    try:
+        return seconds(0.0, above=True)(number) * factor
+    except ValueError:
+        raise ValueError(f"{quote(text)} is not a duration; give a number of seconds, or one with a unit, such as 10m, or off") from None
 
 
 def choice(*names: str) -> Callable[[str], str]:

@@ -81,12 +81,13 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         **vars(rendezvous),
     )
     _warn_of_variables(options)
-    named = _modules(options)
+    named, keep_warm = _modules(options), options.read("keep_warm", parse.duration)
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
     _check_ranks(options, logs, nproc, alone=rendezvous.max_nodes == 1)
     _check_gpus(options, nproc, facts)
     config = replace(config, nproc=nproc)
-    return replace(config, preload=_preload(options, named, config, facts))
+    preload = _preload(options, named, replace(config, preload=Preload(keep_warm=keep_warm)), facts)
+    return replace(config, preload=replace(preload, keep_warm=keep_warm if preload.modules else 0.0))
 
 
 def _command(options: GivenOptions, script: Sequence[str]) -> Command:
@@ -137,9 +138,9 @@ def is_started_once(config: LaunchConfig) -> bool:
     """Return whether the job has one worker, which is never started again: a fork server costs memory and time, and saves neither.
 
     With several workers the imports are done once for all of them. With a restart, or other nodes that may be lost or join, a worker
-    is started again.
+    is started again. With --keep-warm the next job needs them.
     """
-    return config.nproc == 1 and config.max_nodes == 1 and config.max_restarts == 0
+    return config.nproc == 1 and config.max_nodes == 1 and config.max_restarts == 0 and not config.preload.keep_warm
 
 
 def _port_range(options: GivenOptions, rendezvous: RendezvousConfig) -> tuple[int, int] | None:

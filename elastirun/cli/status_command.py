@@ -15,6 +15,7 @@ from dataclasses import asdict
 import click
 
 from elastirun.agent.failures.exit_codes import ExitCode
+from elastirun.agent.processes.preload import keep_warm
 from elastirun.agent.status.reader import UNNAMED, Found, StatusReader, Target
 from elastirun.agent.status.screen import screen
 from elastirun.cli import parse
@@ -23,6 +24,7 @@ from elastirun.cli.options import BY_DEST
 from elastirun.cli.rendezvous_options import C10D_PORT, STATIC_PORT, etcd_of
 from elastirun.cli.subcommands import show
 from elastirun.cli.token_file import read_token
+from elastirun.cli.warm_command import line
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import NothingFound, StartError, UsageError
 
@@ -117,7 +119,7 @@ def _target(options: GivenOptions) -> Target:
 def _show(found: Found, target: Target, as_json: bool) -> int:
     """Print what one look has found. Return the exit code. Raises StartError and NothingFound."""
     if found.jobs or as_json:
-        written = show(_text(found, as_json))
+        written = show(_text(found, as_json) + ("" if as_json or target.names else _kept_warm()))
         if written != ExitCode.OK or found.jobs:
             return written
     if found.unreadable:
@@ -135,6 +137,14 @@ def _show_again(found: Found, target: Target, as_json: bool) -> int:
 
 def _text(found: Found, as_json: bool) -> str:
     return json.dumps({"v": FORMAT} | asdict(found)) if as_json else screen(found.jobs)
+
+
+def _kept_warm() -> str:
+    """Return a line for each fork server of this user that waits for a command, which takes memory."""
+    try:
+        return "".join(f"\nkept warm: {line(server)}; elastirun warm stop ends it" for server in keep_warm.servers())
+    except (OSError, keep_warm.NotWarm):
+        return ""
 
 
 def _no_job(found: Found, target: Target) -> str:

@@ -1,4 +1,7 @@
-"""Runs ``elastirun status``, ``report``, ``checkpoint``, ``takeover`` and ``help``. A script with such a name is started as by torchrun."""
+"""Runs ``elastirun status``, ``report``, ``checkpoint``, ``takeover``, ``warm`` and ``help``.
+
+A script with such a name is started as by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ MODULES = {  # each has a function ``main``, see ``run``
     "report": "elastirun.cli.report_command",
     "checkpoint": "elastirun.checkpoint.__main__",
     "takeover": "elastirun.takeover",
+    "warm": "elastirun.cli.warm_command",
 }
 HELP = {"": ["--help"], "launch": ["--help-all"], **{name: [name, "--help"] for name in MODULES}}  # by the words after ``help``
 NOTHING_FOUND = 4  # exit code

@@ -63,6 +63,7 @@ FROZEN = """
 module m PET_MODULE flag
 no-python - PET_NO_PYTHON flag
 preload - PET_PRELOAD auto
+keep-warm - PET_KEEP_WARM off
 dry-run - PET_DRY_RUN flag
 version - - flag
 help-all - - flag

@@ -297,3 +297,13 @@ def test_what_is_no_rdzv_conf(text: str, hint: str) -> None:
 def test_a_quoted_text_stays_on_one_line() -> None:
     assert parse.quote("a\nb\udcff") == r"'a\nb\udcff'"
     assert len(parse.quote("x" * 1000)) == 82
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("1.5h", 5400.0), ("off", 0.0)])
+def test_a_duration_may_have_a_unit(text: str, seconds: float) -> None:
+    assert parse.duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "0", "-1m", "10d", "nan", "1e999h", "ten"])
+def test_a_duration_is_not(text: str) -> None:
+    assert complaint(parse.duration, text).startswith(repr(text))

@@ -495,6 +495,8 @@ def test_what_the_text_of_a_script_decides_is_shown() -> None:
 @pytest.mark.parametrize("options", ["--nproc-per-node=2", "--max-restarts=1", "--nnodes=1:2 --rdzv-id=a --rdzv-endpoint=h"])
 def test_what_is_started_more_than_once_is_worth_a_fork_server(options: str) -> None:
     assert config_of("--preload=auto t.py").preload == Preload(why=STARTED_ONCE)
+    assert config_of("--keep-warm=10m t.py").preload == Preload(("torch",), ("numpy",), "text", keep_warm=600.0), "the next job needs it"
+    assert config_of("--keep-warm=10m s.py").preload == Preload(why="no torch"), "there is nothing to keep"
     assert config_of("--preload=json,auto t.py").preload == Preload(("json",), why=STARTED_ONCE)
     assert config_of("--preload=torch t.py").preload == Preload(("torch",))
     assert config_of(f"{options} t.py").preload.modules == ("torch",)

@@ -10,7 +10,7 @@ import pytest
 
 from elastirun.cli import command_line
 
-KNOWN = "launch, status, report, checkpoint, takeover"
+KNOWN = "launch, status, report, checkpoint, takeover, warm"
 
 
 def run(folder: Path, *words: str) -> tuple[int, str, str]:
@@ -27,6 +27,7 @@ def run(folder: Path, *words: str) -> tuple[int, str, str]:
         (["help", "report"], "usage: elastirun report "),
         (["help", "checkpoint"], "Usage: elastirun checkpoint "),
         (["help", "takeover"], "usage: elastirun takeover "),
+        (["help", "warm"], "usage: elastirun warm "),
         (["checkpoint", "ls", "/"], "/ has no checkpoints\n"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
@@ -41,6 +42,7 @@ def test_each_command_shows_what_it_is_asked_for(tmp_path: Path, words: list[str
     [
         (["help", "lunch"], 2, f"elastirun: help: there is no help on 'lunch' (did you mean launch?); there is for {KNOWN}\n"),
         (["checkpoint", "ls", "/gone"], 2, "elastirun checkpoint: /gone does not exist\n"),
+        (["warm", "start"], 2, "elastirun warm: 'start' is not known here; the only word is stop (see elastirun warm --help)\n"),
         (["takeover", "nobody"], 2, "elastirun takeover: no package of "),
         (["statsu"], 3, "elastirun: SCRIPT: there is no file 'statsu' in "),
     ],

@@ -1,6 +1,7 @@
 """The fork server: imports modules once; its forks become workers without importing them again (see docs/decisions/0018).
 
     python -u forkserver.py AGENT_PID CONTROL GROUP MODULE,... TRIED,... COMMAND...
+    python -u forkserver.py warm ...                      one that stays when a job has ended, see warm_server.py
 
 The agent executes this program like a worker, with the environment of the workers but for ``ROUND_NAMES``, so that everything that
 is read at import takes effect. COMMAND is the command of a worker without ``python -u``: people see it in ps, and its length is the
@@ -50,11 +51,12 @@ RARELY = 100_000_007  # new objects before a collection of garbage; no module ch
 TORCH_FIXED_SEED = 67280421310721  # torch's default generator begins with it where it is not seeded from the system
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
+watched_names = ROUND_NAMES  # variables whose value a module must not read while it is imported
 on_step: Callable[[], object] | None = None  # what stamps a step; None: no optimizer has made one yet
 
 _FRESH = {name: value for name, value in globals().items() if name.startswith("__")}  # what the interpreter puts into __main__
 _LOADED = frozenset(sys.modules)  # what the interpreter imports before any script
-_ENVIRON = dict(os.environ)
+_ENVIRON = {} if sys.argv[1:2] == ["warm"] else dict(os.environ)  # one that stays keeps no copies
 
 
 # -- the server
@@ -65,17 +67,28 @@ def serve(agent: int, control: socket, group: str, modules: list[str], tried: li
 
     Returns in each fork that got work: the function that runs the script.
     """
-    from signal import SIG_IGN, SIGHUP, SIGINT, SIGQUIT, SIGTERM, getsignal, signal
-
-    stopping = (SIGTERM, SIGINT, SIGHUP, SIGQUIT)
-    before = {signum: signal(signum, SIG_IGN) for signum in stopping}  # a signal to the agent's group is for the agent alone
+    before = ignore_signals({})  # a signal to the agent's group is for the agent alone
     trouble = load(modules, lambda: control.sendall(NEARLY_LOADED))
     if not trouble["reads"] and not trouble["obstacle"]:
         try_out(tried)
-    for signum in stopping:
-        if getsignal(signum) is not SIG_IGN:  # a module has set a handler: so it would in the worker
-            before[signum] = signal(signum, SIG_IGN)
+    before = ignore_signals(before)  # a module may have set a handler: so it would in the worker
     report(control, trouble)
+    return make_forks(agent, control, group, before)
+
+
+def ignore_signals(before: dict[Any, Any]) -> dict[Any, Any]:
+    """Ignore the signals that stop programs. Return ``before`` with the handlers that they had, as far as they were not ignored."""
+    from signal import SIG_IGN, SIGHUP, SIGINT, SIGQUIT, SIGTERM, signal
+
+    had = {signum: signal(signum, SIG_IGN) for signum in (SIGTERM, SIGINT, SIGHUP, SIGQUIT)}
+    return had | {signum: handler for signum, handler in before.items() if had[signum] is SIG_IGN}
+
+
+def make_forks(agent: int, control: socket, group: str, before: dict[Any, Any]) -> Callable[[], object]:
+    """Make a fork whenever the agent asks for one. ``before``: the handlers of signals for the forks.
+
+    Returns in each fork that got work: the function that runs the script.
+    """
     while True:
         job = next_job(control)
         if job and be_parked(agent, job):
@@ -89,7 +102,7 @@ def load(
     """Import ``modules`` and return what went wrong, see ``report``. Modules must not be in use by a thread or a device at a fork.
 
     ``before_last`` is called before the last one is imported, if it is one of ``PARTS``: how long another one takes nobody knows.
-    ``on_read`` is called when a module reads a variable of ``ROUND_NAMES``.
+    ``on_read`` is called when a module reads a variable of ``watched_names``.
     """
     import gc
     import importlib
@@ -98,7 +111,7 @@ def load(
 
     class Watching(type(os.environ)):  # type: ignore[misc]
         def __getitem__(self, name: str) -> Any:
-            if name in ROUND_NAMES:
+            if name in watched_names:
                 read.add(name)
                 on_read()
             return super().__getitem__(name)
@@ -167,8 +180,8 @@ def children() -> list[int]:
 def report(control: socket, trouble: dict[str, Any]) -> None:
     """Tell the agent that the modules are imported, and what went wrong; end where forks would not be as executed workers.
 
-    ``failed``: modules that cannot be imported, with the reason. ``reads``: modules that have read variables of ``ROUND_NAMES``, which
-    have no value here. ``obstacle``: a thread, or a device in use.
+    ``failed``: modules that cannot be imported, with the reason. ``reads``: modules that have read ``watched_names``, which have no
+    value here. ``obstacle``: a thread, or a device in use.
     """
     import json
 
@@ -177,8 +190,13 @@ def report(control: socket, trouble: dict[str, Any]) -> None:
         os._exit(0)
 
 
-def try_out(names: list[str]) -> None:
-    """Import those of ``names`` that forks can share. Returns in a child that has imported them, if there are any to import."""
+def try_out(names: list[str], settled: Callable[[], object] | None = None) -> None:
+    """Import those of ``names`` that forks can share. Returns in a child that has imported them, if there are any to import.
+
+    ``settled`` is called before that, in the parent, which has nothing more to do than to wait for the end of the child.
+    """
+    from signal import SIGCONT, SIGSTOP
+
     names = list(names)
     while wanted := [name for name in names if name not in sys.modules]:
         read, write = os.pipe()
@@ -192,8 +210,13 @@ def try_out(names: list[str]) -> None:
                     give_up()
             os.write(write, b"\n")
             os.close(write)
+            if settled:
+                os.kill(os.getpid(), SIGSTOP)
             return
-        os.waitpid(child, 0)
+        if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED if settled else 0)[1]) and settled:
+            settled()
+            os.kill(child, SIGCONT)
+            os.waitpid(child, 0)
         begun = os.read(read, 1 << 16).decode().split("\n")[-2:-1]
         os.close(read)
         os.close(write)
@@ -206,14 +229,10 @@ def is_good(name: str) -> bool:
     """Import a module, and return whether forks are then as executed workers: it has written nothing, and left nothing to share."""
     import atexit
     import gc
-    from select import select
     from signal import SIG_DFL, SIGALRM, alarm, signal
 
     before, hooks = open_files(), atexit._ncallbacks()
-    streams, (heard, written) = [os.dup(fd) for fd in (1, 2)], os.pipe()
-    os.set_blocking(written, False)  # who writes more than a pipe holds gets an error
-    for fd in (1, 2):
-        os.dup2(written, fd)
+    muted = mute()
     handler = signal(SIGALRM, SIG_DFL)
     alarm(TRIAL_LIMIT)  # which ends this process
     trouble = load([name], on_read=give_up)
@@ -221,13 +240,30 @@ def is_good(name: str) -> bool:
     if handler is not SIG_DFL:
         signal(SIGALRM, handler)
     gc.collect()  # which may close a file
-    wrote = select([heard], [], [], 0)[0]
-    for fd, stream in enumerate(streams, start=1):
-        os.dup2(stream, fd)
-    for fd in (*streams, heard, written):
-        os.close(fd)
+    wrote = unmute(muted)
     left = [path for fd, path in open_files().items() if before.get(fd) != path]
     return not (wrote or left or atexit._ncallbacks() > hooks or any(trouble.values()))
+
+
+def mute() -> list[int]:
+    """Let nobody read what this process writes to stdout and stderr. Return what ``unmute`` needs."""
+    streams, (heard, written) = [os.dup(fd) for fd in (1, 2)], os.pipe()
+    os.set_blocking(written, False)  # who writes more than a pipe holds gets an error
+    for fd in (1, 2):
+        os.dup2(written, fd)
+    return [*streams, heard, written]
+
+
+def unmute(muted: list[int]) -> bool:
+    """Undo ``mute``. Return whether anything was written."""
+    from select import select
+
+    wrote = bool(select([muted[2]], [], [], 0)[0])
+    for fd, stream in enumerate(muted[:2], start=1):
+        os.dup2(stream, fd)
+    for fd in muted:
+        os.close(fd)
+    return wrote
 
 
 def give_up() -> None:
@@ -499,12 +535,24 @@ def hide_own_frame(error: BaseException) -> None:
     sys.excepthook = lambda kind, value, traceback: hook(kind, error.with_traceback(rest), rest)
 
 
+def stay_warm() -> Callable[[], object]:
+    """Be a server that stays. Its program is in no module of workers, like this one."""
+    path = os.path.join(os.path.dirname(__file__), "warm_server.py")
+    program: dict[str, Any] = {"__name__": "warm_server", "__file__": path}
+    with open(path) as file:
+        exec(compile(file.read(), path, "exec"), program)
+    run: Callable[[], object] = program["main"](sys.modules["__main__"])
+    return run
+
+
 def main() -> Callable[[], object]:
     """Read the arguments and serve."""
     import socket
 
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file
+    if sys.argv[1] == "warm":
+        return stay_warm()
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
     agent, group, modules, tried = int(sys.argv[1]), sys.argv[3], *(list(filter(None, text.split(","))) for text in sys.argv[4:6])

@@ -172,6 +172,10 @@ class ParkedForks(Part):
 
     def _launch(self) -> tuple[socket.socket, Spawned]:
         """Return the agent's end of the control socket, and the server's process. Raises OSError."""
+        if self._preload.server:
+            given, self._preload = self._preload.server, replace(self._preload, server=None)
+            with suppress(OSError):
+                return self._take_over(*given)
         ours, theirs = socket.socketpair()
         program = (sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), self._like.group or "-")
         argv = (*program, ",".join(self._preload.modules), ",".join(self._preload.tried), *self._like.argv[2:])
@@ -181,6 +185,19 @@ class ParkedForks(Part):
         except OSError:
             ours.close()
             raise
+
+    def _take_over(self, control: int, pid: int) -> tuple[socket.socket, Spawned]:
+        """Return the same of the server that this agent has got from one that stays (``warm_server.py``). Raises OSError."""
+        pidfd = linux.pidfd_open(pid)
+        ours = socket.socket(fileno=control)
+        ours.set_inheritable(False)
+        ours.settimeout(FORK_LIMIT)
+        job = {"environment": self._env, "group": self._like.group or "-", "argv": self._like.argv[2:]}
+        try:
+            ours.sendall(json.dumps(job).encode() + b"\n")
+        except OSError:  # it has ended, which its pidfd tells
+            pass
+        return ours, Spawned(pid, pidfd)
 
     def _on_report(self, server: _Server, mask: int) -> None:
         if server is not self._server:  # it was dropped after the selector had found it ready
@@ -198,6 +215,11 @@ class ParkedForks(Part):
             failed, reads, obstacle = dict(report["failed"]), dict(report["reads"]), str(report["obstacle"])
         except (ValueError, KeyError, TypeError):
             return  # it has ended, or is about to
+        if report.get("differs"):
+            self._tell("the fork server that has stayed has another environment; a new one is started")
+            self._drop()
+            self._start()
+            return
         for module, why in failed.items():
             self._tell(f"{module} cannot be imported: {why}")
         if obstacle:
