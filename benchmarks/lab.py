@@ -8,6 +8,7 @@ import os
 import platform
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import statistics
@@ -42,7 +43,14 @@ ELASTIRUN = Launcher("elastirun", "elastirun")
 EXECUTED = Launcher("elastirun, executed", "elastirun", options=("--preload=off",))
 TORCHRUN = Launcher("torchrun", "torch.distributed.run")
 UNSHARED = Launcher("torchrun, unshared", "torch.distributed.run", (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),))
-LAUNCHERS = {"elastirun-executed": EXECUTED, "elastirun": ELASTIRUN, "torchrun": TORCHRUN, "torchrun-unshared": UNSHARED}
+WARM = Launcher("elastirun, kept warm", "elastirun", options=("--keep-warm=10m",))
+LAUNCHERS = {
+    "elastirun-executed": EXECUTED,
+    "elastirun": ELASTIRUN,
+    "elastirun-warm": WARM,
+    "torchrun": TORCHRUN,
+    "torchrun-unshared": UNSHARED,
+}
 
 
 @dataclass
@@ -82,10 +90,12 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.port = free_port()
-        self.folder = tempfile.TemporaryDirectory(prefix="elastirun-bench-")
+        # The same for all jobs of a run, one after the other: what is kept warm is for commands with the same environment.
+        self.folder = Path(tempfile.gettempdir()) / f"elastirun-bench-{os.getpid()}"
+        self.folder.mkdir(mode=0o700)
         self._selector = selectors.DefaultSelector()
         self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(f"{self.folder.name}/s")
+        self._listening.bind(f"{self.folder}/s")
         self._listening.listen(64)
         self._selector.register(self._listening, selectors.EVENT_READ)
 
@@ -99,7 +109,7 @@ class Bench:
 
     def agent(self, node: str, arguments: Sequence[str], prefix: Sequence[str] = (), env: dict[str, str] | None = None) -> Agent:
         """Start an agent with ``prefix`` in front of its command. ``output(node)`` returns its output."""
-        more = {"BENCH_SOCKET": f"{self.folder.name}/s", "BENCH_NODE": node, "TMPDIR": self.folder.name, "PYTHONPATH": str(ROOT)}
+        more = {"BENCH_SOCKET": f"{self.folder}/s", "BENCH_NODE": node, "TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)}
         with open(self._path(node), "ab") as out:
             process = subprocess.Popen(
                 [*prefix, *self.launcher.command(*arguments)],
@@ -143,10 +153,10 @@ class Bench:
         for key in list(self._selector.get_map().values()):
             os.close(key.fileobj) if isinstance(key.fileobj, int) else key.fileobj.close()  # type: ignore[attr-defined]
         self._selector.close()
-        self.folder.cleanup()
+        shutil.rmtree(self.folder)
 
     def _path(self, node: str) -> Path:
-        return Path(self.folder.name) / f"{node}.out"
+        return self.folder / f"{node}.out"
 
     def kill_workers(self, which: Callable[[Worker], bool]) -> None:
         for worker in self.workers:

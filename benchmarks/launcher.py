@@ -7,6 +7,8 @@ Agents have loopback addresses, workers all-reduce one number over gloo and make
 each launcher. Every job is repeated ``--rounds`` times, with the launchers taking turns in another order each time. A row in which a
 launcher did not manage three jobs of three is not tried again with it.
 
+"elastirun, kept warm" has --keep-warm, which concerns the start alone; each of its jobs runs once before it is measured.
+
 "torchrun, unshared" has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which torchrun 2.13 cannot grow. "elastirun, executed" has
 --preload=off. ``--publish`` writes the tables of README.md and benchmarks/README.md, and docs/launcher.svg.
 """
@@ -14,17 +16,20 @@ launcher did not manage three jobs of three is not tried again with it.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks import costs
-from benchmarks.lab import LAUNCHERS, ROOT, WORKER, Bench, Launcher, Worker, machine, meeting, shown
+from benchmarks.lab import LAUNCHERS, ROOT, WARM, WORKER, Bench, Launcher, Worker, machine, meeting, shown
 from benchmarks.launcher_report import ROWS, Result, Run, conditions, picture, results_table, write_page
 
 PATIENCE = 120.0  # seconds for a job to come up where this is not measured; far above the usual 10 s, for a busy machine
@@ -33,6 +38,7 @@ SETTLE = 2.0  # seconds for which a job runs before something is done to it: wha
 GIVE_UP = 3  # jobs in a row that a launcher did not manage, after which the row is not tried again
 TRAINING = {"BENCH_OPTIMIZER": "1"}
 IDLE = {"BENCH_OPTIMIZER": "1", "BENCH_IDLE": "1"}
+OF_START = {"start-1", "first-line", "start-2", "exit", "start-4"}  # the rows that --keep-warm concerns
 WARM_UP = "import torch._dynamo, torch.distributed.run, elastirun.agent.agent"
 
 
@@ -227,6 +233,17 @@ SCENARIOS: dict[tuple[str, ...], Scenario] = {  # by the rows that a scenario yi
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def kept_warm() -> Iterator[None]:
+    """Keep the warm servers of this run in a folder of their own, and end them."""
+    with tempfile.TemporaryDirectory(prefix="elastirun-bench-warm-") as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder
+        try:
+            yield
+        finally:
+            subprocess.run([sys.executable, "-m", "elastirun", "warm", "stop"], cwd=ROOT, capture_output=True)
+
+
 def run_job(rows: Sequence[str], scenario: Scenario, launcher: Launcher, settings: Settings) -> dict[str, Result]:
     """Return what was measured for the ``rows``, the last of which ends the job. What did not come up ends it, too."""
     found: dict[str, Result] = {}
@@ -256,6 +273,10 @@ def measure(run: Run, rows: Sequence[str], launchers: Sequence[Launcher], settin
         for all_rows, scenario in SCENARIOS.items():
             first = turn % len(launchers)
             for launcher in (*launchers[first:], *launchers[:first]):
+                if launcher is WARM and not {*all_rows} <= OF_START:
+                    continue
+                if launcher is WARM and turn == 0 and {*all_rows} & {*rows}:
+                    run_job(all_rows, scenario, launcher, settings)
                 wanted = [row for row in all_rows if row in rows and not given_up(run.of(row, launcher.name))]
                 for row, result in run_job(wanted, scenario, launcher, settings).items() if wanted else ():
                     run.add(row, launcher.name, result)
@@ -277,9 +298,10 @@ def new_results(options: argparse.Namespace) -> Run:
     settings = Settings(options.cap, options.watch, options.idle_workers)
     try:
         subprocess.run([sys.executable, "-c", WARM_UP], cwd=ROOT, check=True)  # what every start reads is in the page cache afterwards
-        for _ in measure(run, options.rows, launchers, settings, options.rounds):
-            if options.json:
-                options.json.write_text(run.to_json())
+        with kept_warm():
+            for _ in measure(run, options.rows, launchers, settings, options.rounds):
+                if options.json:
+                    options.json.write_text(run.to_json())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     return run

@@ -172,7 +172,8 @@ def results_table(run: Run, rows: Sequence[str]) -> str:
 
 BLOCK = re.compile(r"(<!-- measured: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
 LEGEND = (
-    '"Unshared" is torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, "executed" elastirun with `--preload=off`. '
+    '"Unshared" is torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, "executed" elastirun with `--preload=off`, '
+    '"kept warm" a command after another with `--keep-warm`, which concerns the start alone. '
     "In brackets: ratios of medians to the better torchrun; -: not measured."
 )
 PICTURE = "![Seconds for each event under each launcher](../docs/launcher.svg)"
@@ -194,7 +195,9 @@ def block(run: Run, names: Sequence[str]) -> str:
 # -- picture ----------------------------------------------------------------------------------------------------------
 
 LEFT, ACROSS, TOP, LANE, MARGIN = 430, 480, 56, 14, 90  # pixels
-COLOURS = dict(zip([launcher.name for launcher in LAUNCHERS.values()], ("#2f6fb0", "#2e9e5b", "#c02020", "#e0a030"), strict=True))
+COLOURS = dict(
+    zip([launcher.name for launcher in LAUNCHERS.values()], ("#2f6fb0", "#2e9e5b", "#7a4fb5", "#c02020", "#e0a030"), strict=True)
+)
 GREY = "#666666"
 
 
@@ -240,7 +243,7 @@ class Axis:
 def legend(launchers: Sequence[str]) -> list[str]:
     out = []
     for at, name in enumerate(launchers):
-        x = LEFT + at * 140
+        x = 14 + at * 200
         out.append(f'<circle cx="{x}" cy="24" r="4.5" fill="{COLOURS[name]}"/>')
         out.append(text(x + 9, 28, name))
     return out

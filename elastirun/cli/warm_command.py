@@ -29,15 +29,18 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) not in ([], ["stop"]):
         raise UsageError(f"{quote(argv[0])} is not known here; the only word is stop (see elastirun warm --help)")
     try:
-        found = keep_warm.stop_all() if argv else keep_warm.servers()
+        found = keep_warm.servers()
     except (OSError, keep_warm.NotWarm) as error:
         raise StartError(str(error)) from None
     if not found:
         raise NothingFound("nothing is kept warm; start a job with --keep-warm=10m")
-    return show("\n".join(f"{'ended' if argv else 'kept warm'}: {line(server)}" for server in found))
+    lines = [f"{'ended' if argv else 'kept warm'}: {line(server)}" for server in found]
+    for server in found if argv else ():
+        server.stop()
+    return show("\n".join(lines))
 
 
 def line(server: keep_warm.WarmServer) -> str:
     """Return a line for people about one server."""
-    memory = "" if server.memory is None else f", {server.memory / (1 << 20):.0f} MiB"
-    return f"{server.modules} (pid {server.pid}{memory})"
+    memory = server.memory
+    return f"{server.modules} (pid {server.pid}{'' if memory is None else f', {memory / (1 << 20):.0f} MiB'})"

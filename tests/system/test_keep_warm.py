@@ -68,7 +68,8 @@ class Warm:
 
     def stop(self) -> None:
         pids = self.servers()
-        self._in_folder(keep_warm.stop_all)
+        for server in self._in_folder(keep_warm.servers):
+            server.stop()
         assert all(map(dies, pids))
 
     def _in_folder(self, function: Any) -> Any:
@@ -180,6 +181,13 @@ def test_the_command_ends_as_its_agent_ends(warm: Warm) -> None:
     os.kill(int(worker.env["ELASTIRUN_AGENT"].split("-")[0]), signal.SIGKILL)
     assert warm.nodes.ends(command) == -signal.SIGKILL
     assert dies(worker.pid)
+
+
+def test_a_user_has_four_servers_at_most(warm: Warm) -> None:
+    pids = [warm.shown(shell=f"export TEST_NUMBER={number}")["importer"] for number in (0, 1, 2, 3, 0, 4)]
+    assert pids[0] == pids[4]
+    assert dies(pids[1])
+    assert sorted(warm.servers()) == sorted({*pids} - {pids[1]})
 
 
 def test_it_stays_for_as_long_as_it_was_asked_to(warm: Warm) -> None:

@@ -30,6 +30,7 @@ from elastirun.agent.processes.preload import forkserver, warm_server
 from elastirun.config import Preload
 
 FOLDER = "elastirun-warm"
+MOST_SERVERS = 4  # of one user; a new one takes the place of that which was used longest ago, as each takes 0.2 GB
 START_LIMIT = 60.0  # seconds for a new server to import what is asked for
 ANSWER_LIMIT = 5.0  # seconds for a server to start an agent
 ROOM = 4096  # bytes for a fork's command line, and for the variables of a job
@@ -45,11 +46,25 @@ class NotWarm(Exception):
 
 @dataclass(frozen=True)
 class WarmServer:
-    """A server that waits for commands. ``memory``: bytes that it alone takes (PSS); None: unknown."""
+    """A server that waits for commands. ``used``: when the last one came, in seconds since 1970."""
 
     pid: int
-    modules: str
-    memory: int | None
+    used: float
+
+    @property
+    def modules(self) -> str:
+        return ", ".join(_content(f"/proc/{self.pid}/cmdline").strip("\0").split("\0")[1:])
+
+    @property
+    def memory(self) -> int | None:
+        """Return the bytes that it takes, its share of what several processes have (PSS); None: unknown."""
+        lines = _content(f"/proc/{self.pid}/smaps_rollup").splitlines()
+        return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), None)
+
+    def stop(self) -> None:
+        """End it. Its jobs go on."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
 
 
 def run(preload: Preload, environment: Mapping[str, str], signals: Collection[str]) -> int:
@@ -183,6 +198,7 @@ def _start_agent(
         for _ in range(2):  # the first may have imported files that have changed since
             connection = _connect(folder, name)
             if connection is None:
+                _make_place(folder)
                 _start_server(folder, name, preload, environment)
                 connection = _connect(folder, name)
             if connection is not None and agent.begin(_ask(connection, preload.keep_warm, command)):
@@ -208,6 +224,13 @@ def _connect(folder: int, name: str) -> socket.socket | None:
         os.unlink(name, dir_fd=folder)
     connection.close()
     return None
+
+
+def _make_place(folder: int) -> None:
+    """End the servers that were used longest ago, so that there are not too many with a new one."""
+    found = sorted(_servers(folder), key=lambda server: server.used)
+    for server in found[: max(0, len(found) - MOST_SERVERS + 1)]:
+        server.stop()
 
 
 def _start_server(folder: int, name: str, preload: Preload, environment: Mapping[str, str]) -> None:
@@ -299,32 +322,18 @@ def servers() -> list[WarmServer]:
     """Return the servers of this user. Raises NotWarm and OSError."""
     folder = open_folder()
     try:
-        return [found for name in sorted(os.listdir(folder)) if (found := _look(folder, name))]
+        return list(_servers(folder))
     finally:
         os.close(folder)
 
 
-def _look(folder: int, name: str) -> WarmServer | None:
-    try:
-        is_socket = stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-        connection = _connect(folder, name) if is_socket else None
-    except OSError:
-        return None
-    if connection is None:
-        return None
-    with connection:
-        pid = linux.peer_of(connection)[0]
-    if pid <= 0:  # in another pid namespace
-        return None
-    title = _content(f"/proc/{pid}/cmdline").strip("\0").split("\0")
-    memory = [int(line.split()[1]) << 10 for line in _content(f"/proc/{pid}/smaps_rollup").splitlines() if line.startswith("Pss:")]
-    return WarmServer(pid, ", ".join(title[1:]), memory[0] if memory else None)
-
-
-def stop_all() -> list[WarmServer]:
-    """End the servers of this user; their jobs go on. Return what they were. Raises NotWarm and OSError."""
-    found = servers()
-    for server in found:
-        with suppress(ProcessLookupError):
-            os.kill(server.pid, signal.SIGTERM)
-    return found
+def _servers(folder: int) -> Iterator[WarmServer]:
+    for name in sorted(os.listdir(folder)):
+        with suppress(OSError):
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISSOCK(found.st_mode) or (connection := _connect(folder, name)) is None:
+                continue
+            with connection:
+                pid = linux.peer_of(connection)[0]
+            if pid > 0:  # else it is in another pid namespace
+                yield WarmServer(pid, found.st_mtime)

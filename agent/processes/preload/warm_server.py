@@ -224,6 +224,7 @@ def next_command(listener: socket, folder: int, name: str, seconds: float) -> tu
                 end = monotonic() + seconds
             elif command := receive(listener):
                 connection, fds, seconds = command
+                os.utime(name, dir_fd=folder)  # shows when it was used
                 read, alive = os.pipe()
                 if fork() == 0:
                     signal(SIGCHLD, handler)
