@@ -9,14 +9,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from elastirun.agent.failures.classify import last_words
 from elastirun.agent.processes import marks
-from elastirun.rendezvous.failures import root_cause, signal_name
-from elastirun.rendezvous.wire.records import ExitRecord
 from elastirun.threads import NONE_LEFT, start_thread
+
+if TYPE_CHECKING:
+    from elastirun.rendezvous.wire.records import ExitRecord
 
 DEFAULT = "/dev/termination-log"  # where Kubernetes expects it, unless a container's terminationMessagePath says otherwise
 VARIABLE = "ELASTIRUN_TERMINATION_LOG"  # another path; empty: no message
@@ -57,11 +58,15 @@ def path(environ: Mapping[str, str]) -> str | None:
 
 
 def message(
-    verdict: str, code: int, reason: str, round: int = 0, node: str | None = None, failures: Iterable[ExitRecord] = ()
+    verdict: str, code: int, reason: str, round: int = 0, node: str | None = None, failures: Collection[ExitRecord] = ()
 ) -> dict[str, str | int | None]:
     """Return the fields of the message. ``failures``: of the job, when workers failed; ``round`` 0: there was none."""
     fields: dict[str, str | int | None] = {"verdict": verdict, "exit_code": int(code), "reason": reason, "round": round, "node": node}
-    for cause in root_cause(failures)[:1]:
+    if failures:  # then a round has run here, and all that is imported here is there
+        from elastirun.agent.failures.classify import last_words
+        from elastirun.rendezvous.failures import root_cause, signal_name
+
+        cause = root_cause(failures)[0]
         fields |= {"host": cause.node, "rank": cause.rank, "local_rank": cause.local_rank, "code": cause.code}
         fields |= {"signal": signal_name(-cause.code) if cause.code < 0 else None, "error": last_words(cause.lines)}
     return fields
