@@ -22,6 +22,7 @@ from elastirun.agent.host import name_servers
 from elastirun.agent.observe import account, events
 from elastirun.agent.output.logs import END_LIMIT
 from elastirun.agent.part import NodeRound, WorkerExit
+from elastirun.agent.processes.preload.server_start import StartedServer
 from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.session import STANDSTILL
 from elastirun.config import LaunchConfig
@@ -34,8 +35,8 @@ from elastirun.rendezvous.wire.records import Blame
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 
 
-def run(config: LaunchConfig) -> int:
-    """Run this node's part of the job to its end. Returns the exit code (``ExitCode``).
+def run(config: LaunchConfig, given: StartedServer | None = None) -> int:
+    """Run this node's part of the job to its end. Returns the exit code (``ExitCode``). ``given``: a fork server that was started before.
 
     From then on this process serves the agent alone: the agent handles its signals, and torch cannot be imported in it any more.
     """
@@ -45,7 +46,7 @@ def run(config: LaunchConfig) -> int:
     name_servers.only_python_asks()
     with ExitStack() as stack:
         try:
-            agent = Agent(config, environ, stack)
+            agent = Agent(config, environ, stack, given)
         except OSError as error:  # no descriptor, no space, no folder for temporary files
             raise StartError(f"cannot start here: {error}") from error
         return agent.run()
@@ -54,7 +55,7 @@ def run(config: LaunchConfig) -> int:
 class Agent:
     """Runs this node's part of one job. ``environ``: for the workers. ``stack`` closes what the agent opens."""
 
-    def __init__(self, config: LaunchConfig, environ: dict[str, str], stack: ExitStack) -> None:
+    def __init__(self, config: LaunchConfig, environ: dict[str, str], stack: ExitStack, given: StartedServer | None = None) -> None:
         self._config, self._environ = config, environ
         self._selector = stack.enter_context(selectors.PollSelector())
         self._finish: Finish | None = None
@@ -62,7 +63,7 @@ class Agent:
         self._stopped: WorkersStopped | None = None  # what the machine has to hear when no part holds it any more
         self._signum = 0  # the first signal that the agent got; 0: none
         self._sick = False  # a worker hangs in the kernel, or none can be started
-        self._made = made = assemble(config, environ, self, self._selector, stack)
+        self._made = made = assemble(config, environ, self, self._selector, stack, given)
         self._console, self._session, self._workers, self._parts = made.console, made.session, made.workers, made.parts
         self._tracker, self._live, self._hangs, self._forks = made.tracker, made.live, made.hangs, made.forks
 

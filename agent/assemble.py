@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import selectors
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from selectors import EVENT_READ, BaseSelector
 from typing import Protocol
 
 from elastirun import clock
@@ -24,6 +24,7 @@ from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.part import NodeRound, Part, WorkerExit
 from elastirun.agent.processes.preload.parked_forks import ParkedForks
+from elastirun.agent.processes.preload.server_start import StartedServer
 from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.signals import Signals
 from elastirun.agent.quarantine import Quarantine
@@ -87,9 +88,9 @@ class Assembly:
 
 
 def assemble(
-    config: LaunchConfig, environ: Mapping[str, str], agent: Hears, selector: selectors.BaseSelector, stack: ExitStack
+    config: LaunchConfig, environ: Mapping[str, str], agent: Hears, selector: BaseSelector, stack: ExitStack, given: StartedServer | None
 ) -> Assembly:
-    """Return the parts of ``agent``, which hears of them. ``environ``: for the workers. ``stack`` closes the parts."""
+    """Return the parts of ``agent``, which hears of them. ``environ``: for the workers. ``given``: a fork server. ``stack`` closes them."""
     workers: Workers  # parts that are made before these three need them later
     session: Session
     stragglers: StragglerWatch
@@ -102,7 +103,6 @@ def assemble(
     stack.callback(signals.close)
     # No other node goes on without the only node of a job, so its guard needs no lease; but see ``GuardLease``.
     lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
-    _, given = config.preload.server or (0, 0)
     tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, say, given)))
     socket = _socket(tree, selector, say, stack)
     round_check = RoundCheck(
@@ -119,11 +119,11 @@ def assemble(
     memory = stack.enter_context(closing(CheckpointMemory(socket, log.write, say)))
     tracker = FailureTracker(row.name, logs)
     like = worker_like(config, replace(node, cpus=cpus.usable_cpus()))
-    forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, say)))
+    forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, say, given)))
     callbacks = agent.worker_ended, agent.workers_idle, agent.worker_stuck, tree.owns, tree.worker_reaped
     workers = Workers(selector, *callbacks, starts=forks.spawn)
     session = stack.enter_context(closing(Session.of(config, row, agent.store_failed)))
-    selector.register(session, selectors.EVENT_READ, agent.store_readable)
+    selector.register(session, EVENT_READ, agent.store_readable)
     limits, meet = (config.hang_timeout, config.first_step_timeout), partial(meeting, session)
     pages = stack.enter_context(closing(ProgressPages()))
     hangs = stack.enter_context(closing(HangWatch(*limits, workers, pages, meet, log.write, say, agent.worker_hung)))
@@ -147,7 +147,7 @@ def assemble(
     )
 
 
-def _socket(tree: ProcessTree, selector: selectors.BaseSelector, say: Callable[[str], None], stack: ExitStack) -> LocalSocket:
+def _socket(tree: ProcessTree, selector: BaseSelector, say: Callable[[str], None], stack: ExitStack) -> LocalSocket:
     """Return the socket for the workers, whose folder the guard removes if the agent cannot."""
     socket = stack.enter_context(closing(LocalSocket(selector)))
     if socket.folder:
@@ -158,7 +158,7 @@ def _socket(tree: ProcessTree, selector: selectors.BaseSelector, say: Callable[[
 
 
 def _logs(
-    config: LaunchConfig, environ: Mapping[str, str], row: NodeRow, console: Console, selector: selectors.BaseSelector, stack: ExitStack
+    config: LaunchConfig, environ: Mapping[str, str], row: NodeRow, console: Console, selector: BaseSelector, stack: ExitStack
 ) -> tuple[RunLogs, EventLog]:
     """Return the logs of the workers, and of the events."""
     logs = RunLogs(config.logs, config.run_id, row.name, console, selector, min(LOGS_LIMIT, 0.4 * config.timing.expire))

@@ -90,9 +90,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.port = free_port()
-        # The same for all jobs of a run, one after the other: what is kept warm is for commands with the same environment.
-        self.folder = Path(tempfile.gettempdir()) / f"elastirun-bench-{os.getpid()}"
-        self.folder.mkdir(mode=0o700)
+        self.folder = Path(tempfile.mkdtemp(prefix="elastirun-bench-"))
+        if self.launcher is WARM:  # it is for commands with the same environment, so all jobs of a run have one folder, in turn
+            self.folder = self.folder.rename(self.folder.parent / f"elastirun-bench-{os.getpid()}")
         self._selector = selectors.DefaultSelector()
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(f"{self.folder}/s")

@@ -178,7 +178,7 @@ def measure(case: Case, until_first_worker: float, group: Path | None) -> Result
     hog = subprocess.Popen([*inside, sys.executable, "-I", "-S", "-c", HOG], stdin=subprocess.PIPE) if group else None
     with Bench(case.launcher) as bench, hog or nullcontext():
         try:
-            script = Path(bench.folder.name) / "worker.py"
+            script = Path(bench.folder) / "worker.py"
             script.write_text(SCRIPT)
             arguments = [*OPTIONS, f"--rdzv-endpoint=127.0.0.1:{bench.port}", str(script)]
             agent = bench.agent("n", arguments, prefix=inside, env=dict([token.split("=")])).process
@@ -249,11 +249,11 @@ def time_to_first_worker(launcher: Launcher) -> float:
     times = []
     for _ in range(3):
         with Bench(launcher) as bench:
-            script = Path(bench.folder.name) / "worker.py"
+            script = Path(bench.folder) / "worker.py"
             script.write_text(SCRIPT.replace("signal.SIG_IGN", "signal.SIG_DFL"))
             began = time.monotonic()
             agent = bench.agent("n", [*OPTIONS, f"--rdzv-endpoint=127.0.0.1:{bench.port}", str(script)]).process
-            token = f"BENCH_SOCKET={bench.folder.name}/s"
+            token = f"BENCH_SOCKET={bench.folder}/s"
             if not come_to(Moment("spawn", 0.0), bench, agent, 0.0):
                 raise SystemExit(f"{launcher.name} did not come up\n{bench.tails()}")
             times.append(time.monotonic() - began)

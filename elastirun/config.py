@@ -79,7 +79,6 @@ class Preload:
     tried: tuple[str, ...] = ()  # imported after ``modules``, unless forks cannot share them
     why: str = ""  # these are preloaded, or none is
     keep_warm: float = 0.0  # seconds for which a fork server stays after the job, for the next command; 0: it ends with the job
-    server: tuple[int, int] | None = None  # control socket and pid of the job's fork server, where the one before has stayed
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ def own() -> Mark:
     return Mark(found.pid, found.started, proc.pid_namespace(), os.urandom(_RANDOM // 2).hex())
 
 
+def for_workers(inherited: str, own: Mark) -> str:
+    """Return ELASTIRUN_AGENT for the workers of the agent ``own``, in whose own environment it is ``inherited``."""
+    return ",".join(map(str, [*of(inherited)[-MAX_DEPTH:], own]))
+
+
 def parse(text: str) -> Mark | None:
     """Return ``text`` as a mark; None when it is not well-formed."""
     *numbers, random = text.split("-")

@@ -22,6 +22,7 @@ from elastirun.agent.host import name_servers
 from elastirun.agent.host.cpus import own_groups
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import control_group, guard, kills, leftovers, marks, proc
+from elastirun.agent.processes.preload.server_start import StartedServer
 from elastirun.errors import StartError
 
 PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
@@ -40,12 +41,14 @@ class ProcessTree:
     """The processes below this agent. Makes this process their subreaper, so that orphans become its children.
 
     ``lease``: seconds that the agent may stand still before the guard kills its workers; 0: no limit.
-    ``say`` gets lines for people. ``given``: a child that this process had when it became the agent, its fork server.
+    ``say`` gets lines for people. ``given``: the fork server, if this process had one when it became the agent.
 
     Any child that is started from now on in a session of its own counts as a worker's, unless ``exclude`` names it.
     """
 
-    def __init__(self, job: str, lease: float, selector: selectors.BaseSelector, say: Callable[[str], None], given: int = 0) -> None:
+    def __init__(
+        self, job: str, lease: float, selector: selectors.BaseSelector, say: Callable[[str], None], given: StartedServer | None = None
+    ) -> None:
         self.lease = lease
         self._selector = selector
         self._say = say
@@ -54,9 +57,9 @@ class ProcessTree:
         self._notice = guard.message(guard.NOTICE)  # where to write the death notice of this agent
         self._folders: dict[str, bytes] = {}  # by path: the message to the guard that names the folder
         inherited = os.environ.get(marks.VARIABLE, "")
-        own = marks.own()
-        self.mark = ",".join(map(str, [*marks.of(inherited)[-marks.MAX_DEPTH :], own]))  # ELASTIRUN_AGENT for the workers
-        strict = os.getpid() == 1 or bool(set(proc.children(os.getpid())) - {given})
+        own = (given.mark if given else None) or marks.own()
+        self.mark = marks.for_workers(inherited, own)
+        strict = os.getpid() == 1 or bool(set(proc.children(os.getpid())) - {given.pid if given else 0})
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._kill_leftovers(job, inherited)
         self.group = _make_group(control_group.name(own.text, job))  # the control group for the workers; empty: none can be made

@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             command = subcommands.asked_for(words, os.environ)
         if command:
             sys.exit(subcommands.run(command, words[1:]))
-        server = _fork_server()
+        given = _given_server()
         prepared = _prepare(words)
-        status = prepared if isinstance(prepared, int) else _launch(prepared, server, may_stay_above=argv is None)
+        status = prepared if isinstance(prepared, int) else _launch(prepared, given, may_stay_above=argv is None)
     except ElastirunError as error:
         _say(str(error))
         kinds = ((UsageError, ExitCode.USAGE), (BadCommand, ExitCode.ENVIRONMENT), (ElastirunError, ExitCode.SICK))
@@ -71,31 +71,35 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _fork_server() -> tuple[int, int] | None:
-    """Return the control socket and the pid of the fork server that --keep-warm has given this process; None: none."""
+def _given_server() -> tuple[int, int] | None:
+    """Return the pid and the control socket of the fork server that --keep-warm has given this process; None: none."""
     try:
-        fd, pid = map(int, os.environ.pop(warm_server.VARIABLE, "").split(","))
-        return fd, pid
+        control, pid = map(int, os.environ.pop(warm_server.VARIABLE, "").split(","))
+        return pid, control
     except ValueError:
         return None
 
 
-def _launch(config: LaunchConfig, server: tuple[int, int] | None, may_stay_above: bool) -> int:
-    """Run the agent. With --keep-warm and without ``server`` it runs below this process, if that may be."""
-    if config.preload.keep_warm and server is None and may_stay_above:
+def _launch(config: LaunchConfig, given: tuple[int, int] | None, may_stay_above: bool) -> int:
+    """Run the agent. With --keep-warm and no fork server ``given`` it runs below this process, if that may be."""
+    from elastirun.agent.processes import marks  # slow imports, which --help does without
+    from elastirun.agent.processes.preload.server_start import StartedServer, start_ahead
+    from elastirun.agent.workers.spec import NodeEnvironment, worker_like
+
+    mark, environ = marks.own(), dict(os.environ)
+    like = worker_like(config, NodeEnvironment(environ, usable_cpus(), mark=marks.for_workers(environ.get(marks.VARIABLE, ""), mark)))
+    if config.preload.keep_warm and given is None and may_stay_above:
         from elastirun.agent.processes.preload import keep_warm
-        from elastirun.agent.workers.spec import NodeEnvironment, worker_like
 
         try:
-            environment = worker_like(config, NodeEnvironment(dict(os.environ), usable_cpus())).env
-            return keep_warm.run(config.preload, environment, (*config.signals, *config.forward_signals))
+            return keep_warm.run(config.preload, like.env, (*config.signals, *config.forward_signals))
         except keep_warm.NotWarm as error:
             _say(f"warning: --keep-warm has no effect: {error}")
-    config = replace(config, preload=replace(config.preload, server=server))
-    from elastirun.agent.agent import run  # a slow import, which --help does without
+    server = StartedServer(*given) if given else start_ahead(config.preload, like, mark)
+    from elastirun.agent.agent import run
 
     early_signals.restrict_to(config.signals)
-    return run(config)
+    return run(config, server)
 
 
 def _prepare(argv: Sequence[str]) -> LaunchConfig | int:

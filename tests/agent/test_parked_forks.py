@@ -25,7 +25,7 @@ from elastirun import linux
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.processes import kills, marks, proc
-from elastirun.agent.processes.preload import forkserver, parked_forks
+from elastirun.agent.processes.preload import forkserver, parked_forks, server_start
 from elastirun.agent.processes.preload.parked_forks import ParkedForks
 from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER, ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec
@@ -236,7 +236,7 @@ def test_where_no_server_can_be_started_it_is_tried_again(agent: Agent, monkeypa
         if lacking == "a descriptor":
             patch.setattr(socket, "socketpair", refuse)
         else:
-            patch.setattr(parked_forks, "spawn", refuse)
+            patch.setattr(server_start, "spawn", refuse)
         forks = agent.begin("heavy")
         forks.refill()
     assert agent.said == ["--preload: the fork server cannot be started: Too many open files"] and descriptors() == before
@@ -559,7 +559,7 @@ def test_names_of_the_round_are_no_part_of_the_servers_environment(agent: Agent)
 
 def test_a_fork_server_says_nothing_when_the_agent_dies_with_its_report_unread() -> None:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), "-", "json", sys.executable, "-u", "x.py"]
+    command = [sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), "json", "", sys.executable, "-u", "x.py"]
     with theirs:
         server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
     with server:

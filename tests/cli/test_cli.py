@@ -33,7 +33,7 @@ def elastirun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     """Run ``main`` in a folder with a script ``t.py``. A stand-in for the agent records its configuration. No torch, no device."""
     seen: list[LaunchConfig] = []
 
-    def run(config: LaunchConfig) -> int:
+    def run(config: LaunchConfig, given: object) -> int:
         seen.append(config)
         return 7
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastirun.agent.host.descriptors import ready
 from tests.support.cluster import Cluster, dies
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 from tests.system.preload_kills import TARGETS, one_try
 from tests.system.test_endings import with_change
 from tests.system.test_status import status
@@ -138,7 +138,7 @@ def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, w
         out = nodes.tmp_path / "seen.json"
         nodes.env["TEST_OUT"] = str(out)
         command = way.format(name if way.startswith("-m") else f"{name}.py").split()
-        nodes.launch(i, "--max-restarts=1", *options, *command, "a", "", before=("env", "-C", str(folder))).wait(60)
+        nodes.launch(i, "--max-restarts=1", *options, *command, "a", "", before=("env", "-C", str(folder))).wait(PATIENCE)
         text = [line for line in nodes.out(i).splitlines() if line.startswith(("  File ", "    ", "at exit", "LookupError"))]
         return dict(json.loads(out.read_text())), text
 

@@ -1,6 +1,6 @@
 """The fork server: imports modules once; its forks become workers without importing them again (see docs/decisions/0018).
 
-    python -u forkserver.py AGENT_PID CONTROL GROUP MODULE,... TRIED,... COMMAND...
+    python -u forkserver.py AGENT_PID CONTROL MODULE,... TRIED,... COMMAND...
     python -u forkserver.py warm ...                      one that stays when a job has ended, see warm_server.py
 
 The agent executes this program like a worker, with the environment of the workers but for ``ROUND_NAMES``, so that everything that
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 ROUND_NAMES = frozenset(
     "RANK LOCAL_RANK ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
     "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_ERROR_FILE ELASTIRUN_ROUND ELASTIRUN_ROUND_REASON ELASTIRUN_FENCE ELASTIRUN_PROGRESS "
-    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME".split()
-)  # variables that differ between the workers of a node, or between its rounds
+    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME ELASTIRUN_SOCKET ELASTIRUN_LIVE".split()
+)  # variables that differ between the workers of a node, or between its rounds, or are not known yet when the server is started
 ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which takes as long as torch itself
 PARTS = frozenset(part for parts in ALSO.values() for part in parts)
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/accel")  # a driver whose device file is open is in use
@@ -62,7 +62,7 @@ _ENVIRON = {} if sys.argv[1:2] == ["warm"] else dict(os.environ)  # one that sta
 # -- the server
 
 
-def serve(agent: int, control: socket, group: str, modules: list[str], tried: list[str]) -> Callable[[], object]:
+def serve(agent: int, control: socket, modules: list[str], tried: list[str]) -> Callable[[], object]:
     """Import ``modules``, and those of ``tried`` that forks can share, then make forks.
 
     Returns in each fork that got work: the function that runs the script.
@@ -73,7 +73,7 @@ def serve(agent: int, control: socket, group: str, modules: list[str], tried: li
         try_out(tried)
     before = ignore_signals(before)  # a module may have set a handler: so it would in the worker
     report(control, trouble)
-    return make_forks(agent, control, group, before)
+    return make_forks(agent, control, before)
 
 
 def ignore_signals(before: dict[Any, Any]) -> dict[Any, Any]:
@@ -84,7 +84,7 @@ def ignore_signals(before: dict[Any, Any]) -> dict[Any, Any]:
     return had | {signum: handler for signum, handler in before.items() if had[signum] is SIG_IGN}
 
 
-def make_forks(agent: int, control: socket, group: str, before: dict[Any, Any]) -> Callable[[], object]:
+def make_forks(agent: int, control: socket, before: dict[Any, Any]) -> Callable[[], object]:
     """Make a fork whenever the agent asks for one. ``before``: the handlers of signals for the forks.
 
     Returns in each fork that got work: the function that runs the script.
@@ -93,7 +93,7 @@ def make_forks(agent: int, control: socket, group: str, before: dict[Any, Any]) 
         job = next_job(control)
         if job and be_parked(agent, job):
             control.close()
-            return work(job, group, before)
+            return work(job, before)
 
 
 def load(
@@ -334,7 +334,7 @@ def die_with_parent() -> None:
     CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
 
 
-def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], object]:
+def work(job: socket, handlers: dict[Any, Any]) -> Callable[[], object]:
     """Wait for work, become a worker, and return the function that runs the script."""
     import json
     from signal import signal
@@ -351,8 +351,8 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     job.sendall(b"\n")  # from here on the agent's signals have their effect, and reach the process group
     if not job.recv(1):  # the agent has waited for too long, and executes this worker
         os._exit(0)
-    if group != "-":
-        enter(group)
+    if message["group"]:
+        enter(message["group"])
     argv: list[str] = message["argv"]
     os.environ.update(message["own"])
     renew_identity()
@@ -555,10 +555,10 @@ def main() -> Callable[[], object]:
         return stay_warm()
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
-    agent, group, modules, tried = int(sys.argv[1]), sys.argv[3], *(list(filter(None, text.split(","))) for text in sys.argv[4:6])
-    command = sys.argv[6:]
+    agent, modules, tried = int(sys.argv[1]), *(list(filter(None, text.split(","))) for text in sys.argv[3:5])
+    command = sys.argv[5:]
     sys.argv[:] = ["-m", *command[2:]] if command[0] == "-m" else command  # modules may read it while they are imported
-    return serve(agent, control, group, [each for name in modules for each in (name, *ALSO.get(name, ()))], tried)
+    return serve(agent, control, [each for name in modules for each in (name, *ALSO.get(name, ()))], tried)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
         finally:
             os.close(folder)
     except OSError as error:
-        raise NotWarm(error.strerror or type(error).__name__) from None
+        raise NotWarm(error.strerror or "the server does not answer") from None
     with connection:
         return agent.wait(connection)
 

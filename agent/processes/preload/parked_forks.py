@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import socket
-import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from elastirun.agent.host.descriptors import ready
 from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.processes import proc
 from elastirun.agent.processes.preload import forkserver
+from elastirun.agent.processes.preload.server_start import StartedServer, runs_as_another_user, start, without_round
 from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.spawn import STARTUP, Spawned, WorkerSpec, spawn
 from elastirun.config import Preload
@@ -66,7 +66,9 @@ class ParkedForks(Part):
     """Starts workers: from forks of a process that has imported the modules of ``preload``, else by executing them.
 
     ``like``: a worker as the rounds will have them; its environment without the round's own names is the server's. ``count``: forks
-    kept ready. ``say`` gets lines for people. All calls and callbacks happen in the loop's thread.
+    kept ready. ``say`` gets lines for people. ``given``: a server that was started before.
+
+    All calls and callbacks happen in the loop's thread.
 
     The forks of the server are in its session until they get work. The agent leaves this session alone when it ends what workers have
     left behind; the guard does not know it, and ends the server with all its forks when the agent has died.
@@ -80,6 +82,7 @@ class ParkedForks(Part):
         selector: selectors.BaseSelector,
         tree: ProcessTree,
         say: Callable[[str], None],
+        given: StartedServer | None = None,
     ) -> None:
         self._preload = preload
         self._like = like
@@ -87,14 +90,14 @@ class ParkedForks(Part):
         self._selector = selector
         self._tree = tree
         self._say = say
-        self._env = _without_round(like.env)
+        self._env = without_round(like.env)
         self._server: _Server | None = None
         self._parked: deque[socket.socket] = deque()  # forks that were asked for and have no work
         self._asked: set[socket.socket] = set()  # forks that got work and may yet say why they were executed
         self._said: set[str] = set()
-        if preload.modules and os.stat(sys.executable).st_mode & (stat.S_ISUID | stat.S_ISGID):
+        if preload.modules and runs_as_another_user():
             self._give_up(f"{sys.executable} runs as another user")
-        self._start()
+        self._start(given)
 
     @property
     def phase(self) -> ServerStage:
@@ -156,48 +159,33 @@ class ParkedForks(Part):
 
     # -- the server -------------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self, given: StartedServer | None = None) -> None:
         if not self._preload.modules:
+            if given:  # the script has changed since it was read: it needs no server now
+                os.close(given.control)
             return
         try:
-            ours, started = self._launch()
+            ours, started = self._take_over(given) if given else start(self._preload, replace(self._like, env=self._env))
         except OSError as error:
             self._tell(f"the fork server cannot be started: {error.strerror}")
             return
         ours.setblocking(False)
-        server = self._server = _Server(started.pid, started.pidfd, ours, self._env, clock.now(), FORK_LIMIT)
+        env = given.env if given and given.env is not None else self._env
+        server = self._server = _Server(started.pid, started.pidfd, ours, env, clock.now(), FORK_LIMIT)
         self._tree.spare(started.pid)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._on_report, server))
         self._selector.register(started.pidfd, selectors.EVENT_READ, partial(self._on_end, server))
 
-    def _launch(self) -> tuple[socket.socket, Spawned]:
-        """Return the agent's end of the control socket, and the server's process. Raises OSError."""
-        if self._preload.server:
-            given, self._preload = self._preload.server, replace(self._preload, server=None)
-            with suppress(OSError):
-                return self._take_over(*given)
-        ours, theirs = socket.socketpair()
-        program = (sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), self._like.group or "-")
-        argv = (*program, ",".join(self._preload.modules), ",".join(self._preload.tried), *self._like.argv[2:])
-        try:
-            with theirs:  # not in the workers' control group, which is killed after each round
-                return ours, spawn(replace(self._like, argv=argv, env=self._env, group=""), 2, 2, (theirs.fileno(),))
-        except OSError:
-            ours.close()
-            raise
-
-    def _take_over(self, control: int, pid: int) -> tuple[socket.socket, Spawned]:
-        """Return the same of the server that this agent has got from one that stays (``warm_server.py``). Raises OSError."""
-        pidfd = linux.pidfd_open(pid)
-        ours = socket.socket(fileno=control)
+    def _take_over(self, given: StartedServer) -> tuple[socket.socket, Spawned]:
+        """Return the same of a server that was there before this object. One that has stayed is told for which environment it serves."""
+        ours = socket.socket(fileno=given.control)
         ours.set_inheritable(False)
         ours.settimeout(FORK_LIMIT)
-        job = {"environment": self._env, "group": self._like.group or "-", "argv": self._like.argv[2:]}
-        try:
-            ours.sendall(json.dumps(job).encode() + b"\n")
-        except OSError:  # it has ended, which its pidfd tells
-            pass
-        return ours, Spawned(pid, pidfd)
+        if given.env is None:
+            job = {"environment": self._env, "argv": self._like.argv[2:]}
+            with suppress(OSError):  # it has ended, which its pidfd tells
+                ours.sendall(json.dumps(job).encode() + b"\n")
+        return ours, Spawned(given.pid, linux.pidfd_open(given.pid))
 
     def _on_report(self, server: _Server, mask: int) -> None:
         if server is not self._server:  # it was dropped after the selector had found it ready
@@ -303,7 +291,7 @@ class ParkedForks(Part):
         like_python = spec.argv[:2] == (sys.executable, "-u") and (spec.argv[2] == "-m" or not spec.argv[2].startswith("-"))
         if not like_python or spec.cpus is not None:
             return False
-        self._env = _without_round(spec.env)
+        self._env = without_round(spec.env)
         if self._env != server.env:
             names = sorted(name for name, _ in self._env.items() ^ server.env.items())
             self._tell(f"the environment of the workers has changed ({', '.join(dict.fromkeys(names))}); they are executed this time")
@@ -325,7 +313,7 @@ class ParkedForks(Part):
                 raise OSError
             own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
             executed = {"PYTHONPATH": path} if (path := spec.env.get("PYTHONPATH", "")).startswith(STARTUP) else {}
-            work = {"argv": spec.argv, "own": own, "executed": executed, "pause": spec.pause}
+            work = {"argv": spec.argv, "own": own, "executed": executed, "pause": spec.pause, "group": spec.group}
             message = json.dumps(work).encode() + b"\n"
             sent = socket.send_fds(job, [message], [1 if stdout is None else stdout, 2 if stderr is None else stderr])
             job.sendall(message[sent:])
@@ -359,10 +347,6 @@ class ParkedForks(Part):
         self._asked.discard(job)
         self._selector.unregister(job)
         job.close()
-
-
-def _without_round(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in forkserver.ROUND_NAMES}
 
 
 def _await_end(job: socket.socket, end: float) -> None:

@@ -34,7 +34,7 @@ VARIABLE = "ELASTIRUN_WARM"  # tells an agent of the fork server that it has got
 LOCK_FILE = "key"
 OF_JOB = frozenset(
     "ROLE_NAME TORCHELASTIC_RUN_ID TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_SIGNALS_TO_HANDLE ELASTIRUN_AGENT "
-    "ELASTIRUN_SOCKET ELASTIRUN_LIVE ELASTIRUN_DEADLINE".split()
+    "ELASTIRUN_DEADLINE".split()
 )  # variables that are the same in all rounds of a job
 OF_SHELL = frozenset(
     "_ OLDPWD PWD SHLVL COLUMNS LINES WINDOWID TERM_SESSION_ID SSH_CLIENT SSH_CONNECTION SSH_TTY XDG_SESSION_ID TMUX_PANE".split()
@@ -418,5 +418,5 @@ def be_fork_server(server: Any, agent: int, control: socket, environment: Enviro
     environment.set(message["environment"])
     importlib.invalidate_caches()
     server.report(control, trouble)
-    run: Callable[[], object] = server.make_forks(agent, control, message["group"], before)
+    run: Callable[[], object] = server.make_forks(agent, control, before)
     return run
