@@ -555,6 +555,19 @@ def chosen(rank: int, ranks: int, wanted: list[str], without: int | None) -> str
     return type(transport).__name__
 
 
+def pages_mapped(rank: int, world_size: int) -> int:
+    """Return how many bytes of the memory of both ranks this one has mapped before it uses them."""
+    maps = SharedMemory(world()).share(1 << 20)
+    blocks = Path("/proc/self/smaps").read_text().split("VmFlags")
+    kilobytes = [int(block.split("Rss:")[1].split()[0]) for block in blocks if "memfd:elastirun" in block]
+    assert len(maps) == 2
+    return 1024 * sum(kilobytes)
+
+
+def test_memory_is_mapped_before_a_step_uses_it() -> None:
+    assert min(run(2, pages_mapped)) >= 2 << 20
+
+
 def test_shared_memory_is_chosen_where_it_can_be_had_unless_it_is_switched_off() -> None:
     assert run(2, chosen, ["auto", "auto"], None) == ["SharedMemory"] * 2
     assert run(2, chosen, ["group", "group"], None) == ["GroupTransport"] * 2

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from mmap import MAP_POPULATE, MAP_SHARED, PAGESIZE, mmap
+from mmap import MAP_SHARED, PAGESIZE, mmap
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from elastirun.train.reduction.transports.group import GroupTransport, GroupWork
 
 log = logging.getLogger("elastirun.train")
 
+TOUCHED = 4096  # pages at a time, fewer than torch divides among threads
 BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still cached when it is written to the others
 SPIN, NAP = 2e-4, 5e-4  # seconds: a wait is busy for SPIN, then sleeps an eighth of the time it has waited, at most NAP
 
@@ -132,7 +133,8 @@ class SharedMemory:
                     with open(f"/proc/{pid}/fd/{files[rank][0]}", "r+b", buffering=0) as file:
                         if os.fstat(file.fileno()).st_ino != files[rank][1]:
                             raise OSError(f"process {pid} is another one now")
-                        maps.append(mmap(file.fileno(), size, flags=MAP_SHARED | MAP_POPULATE))
+                        maps.append(mmap(file.fileno(), size, flags=MAP_SHARED))
+                    touch(torch.frombuffer(maps[-1], dtype=torch.uint8))
 
             files = self._agreed(create)
             self._agreed(map_all)
@@ -159,6 +161,12 @@ class SharedMemory:
         ended = [(self._processes[descriptor], "ended") for descriptor, _ in self._ended.poll(0)]
         found = next(((rank, f"rank {rank} (pid {self._pids[rank]}) {how}") for rank, how in ended + closed), None)
         return found or ((-1, self._interrupted) if self._interrupted else None)
+
+
+def touch(memory: Tensor) -> None:
+    """Read each page of ``memory``, so that it is mapped. Other threads run meanwhile: mmap with MAP_POPULATE would hold Python's lock."""
+    for pages in memory[::PAGESIZE].split(TOUCHED):  # type: ignore[no-untyped-call]
+        pages.sum()
 
 
 def _close_all(descriptors: dict[int, int]) -> None:
