@@ -8,11 +8,13 @@ import os
 import signal
 import socket
 import struct
+import time
 
 PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434  # numbers of the calls, the same on each architecture that torch runs on
 P_PIDFD = 3  # for os.waitid, from <linux/wait.h>
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2  # from <linux/memfd.h>
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # for fcntl.fcntl, from <linux/fcntl.h>
+TFD_TIMER_ABSTIME = 1  # from <sys/timerfd.h>
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 
 
@@ -36,6 +38,21 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)
     return _call("memfd_create", name.encode(), flags)
+
+
+def timerfd_create() -> int:
+    """Return the descriptor of a timer on the clock of ``elastirun.clock``, which runs also while the machine is suspended.
+
+    The timer is readable, without blocking, from the moment on that ``timerfd_settime`` has set. Programs that this one executes do not
+    have it.
+    """
+    return _call("timerfd_create", time.CLOCK_BOOTTIME, os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def timerfd_settime(timer: int, moment: float) -> None:
+    """Let the timer go off at ``moment``, in seconds of ``elastirun.clock``; 0: never. That it went off before is forgotten."""
+    seconds, nanoseconds = divmod(int(moment * 1e9), 10**9)
+    _call("timerfd_settime", timer, TFD_TIMER_ABSTIME, struct.pack("4l", 0, 0, seconds, nanoseconds), 0)
 
 
 def _call(function: str, *arguments: int | bytes) -> int:

@@ -1,11 +1,12 @@
 """The guard: a small process that kills the process tree of an agent when the agent dies or stands still.
 
-    python -I -S guard.py MARK DEADLINE STRICT [GROUP]
+    python -I -S guard.py MARK TIMER STRICT [GROUP]
 
-The agent, the guard's parent, holds the other end of the guard's stdin and writes messages, each ended by NUL.
+The agent, the guard's parent, holds the other end of the guard's stdin and writes messages, each ended by NUL. TIMER is the descriptor of
+a timer that the agent sets to the deadline of its workers, and sets again as long as it is well. That does not wake the guard.
 
 - End of file: the agent has died, in whatever way.
-- A deadline has passed without a later one: the agent is frozen, and the other nodes have gone on without it.
+- The timer has gone off: the agent is frozen, and the other nodes have gone on without it.
 
 After the first, when all has ended, the guard writes the agent's death notice into the store, so that the other nodes go on at once.
 In both cases the guard kills the workers and all that they started, also in other sessions; ``kills`` recognises these processes.
@@ -14,7 +15,7 @@ The kernel's parent-death signal reaches the workers sooner than the guard; the 
 GROUP is the control group (version 2) of the workers, where one could be made. It is killed as a whole, with processes that
 cannot be recognised and processes that fork faster than /proc can be read. MARK, STRICT (0 or 1) and GROUP: see ``kills.Traces``.
 
-Moments are seconds on CLOCK_BOOTTIME, which goes on while the machine is suspended. The timeout of a poll does not, so polls are short.
+Moments are seconds on CLOCK_BOOTTIME, and so are those of the timer: it goes on while the machine is suspended.
 
 See docs/agent.md.
 """
@@ -26,6 +27,7 @@ import signal
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 if __name__ == "__main__":  # started as a program, without the folders of the user's packages
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
@@ -34,7 +36,7 @@ from elastirun import clock
 from elastirun.agent.processes import control_group, kills, marks
 
 # Kinds of messages, with their fields.
-ALIVE = b"A"  # SENT DEADLINE: the agent was well at the moment SENT; its workers may run until DEADLINE (0: as long as the agent lives)
+LATE = b"L"  # SENT: at the moment SENT the deadline had passed, and the agent has set a later one; perhaps the guard stood still as well
 WORKER = b"W"  # PID START: a worker was started
 GONE = b"G"  # PID: a worker was reaped, and its session is empty
 FOLDER = b"F"  # DEVICE INODE PATH: a temporary folder to remove at the end
@@ -42,9 +44,6 @@ NOTICE = b"N"  # JSON: where to write the agent's death notice, see death_notice
 
 END_TIMEOUT = 10.0  # seconds for killed processes to end, beyond which no death notice is written: the others have found the silence
 NOTICE_TIMEOUT = 15.0  # seconds for the death notice; later than that nobody waits for it
-# Seconds. A deadline that passes while the machine is suspended is noticed this much late at most, and only if the agent stands still as
-# well: each message of the agent wakes the guard.
-LONGEST_POLL = 1.0
 GROUP_TIMEOUT = 60.0  # seconds for killed members to leave the control group; the kernel frees the memory of a large worker slowly
 FOLDER_PREFIXES = (b"elastirun_", b"elastirun-agent-")  # names of temporary folders that the agent makes begin so
 
@@ -75,23 +74,21 @@ def prepare_in_thread(notice: bytes) -> None:
 
 
 class Guard:
-    """The state that the agent's messages describe. ``deadline``: the moment at which to kill the workers; None: there is none."""
+    """The state that the agent's messages describe."""
 
-    def __init__(self, evidence: kills.Traces, deadline: float) -> None:
+    def __init__(self, evidence: kills.Traces) -> None:
         self.evidence = evidence
-        self.deadline = deadline or None
         self.folders: list[tuple[int, int, bytes]] = []
         self.notice = b""  # as in the last message of this kind
         self._unfinished = b""
 
     def receive(self, data: bytes) -> None:
-        """Apply the messages in ``data``. Kills the workers if a message shows that the agent stood still beyond its deadline."""
+        """Apply the messages in ``data``. Kills the workers if a message says that the agent stood still beyond its deadline."""
         *messages, self._unfinished = (self._unfinished + data).split(b"\0")
         for each in messages:
             kind, fields = each[:1], each[1:].split(b" ", 2)
-            if kind == ALIVE:
-                self.check_deadline(float(fields[0]))
-                self.deadline = float(fields[1]) or None
+            if kind == LATE:
+                self.kill_workers(float(fields[0]))
             elif kind == WORKER:
                 self.evidence.sessions[int(fields[0])] = int(fields[1])
             elif kind == GONE:
@@ -103,14 +100,12 @@ class Guard:
                     prepare_in_thread(each[1:])
                 self.notice = each[1:]
 
-    def check_deadline(self, now: float) -> None:
-        """Kill the workers if the deadline has passed at ``now``. Then there is no deadline until the agent sets one.
+    def kill_workers(self, now: float) -> None:
+        """Kill the workers: their deadline has passed at ``now``.
 
         Workers that were started after ``now`` are left alone: an agent that wakes up meanwhile may start new ones at once.
         """
-        if self.deadline is not None and now >= self.deadline:
-            self.deadline = None
-            kills.kill_below_agent(self.evidence, before=now * os.sysconf("SC_CLK_TCK"))
+        kills.kill_below_agent(self.evidence, before=now * os.sysconf("SC_CLK_TCK"))
 
 
 def remove_folder(device: int, inode: int, path: bytes) -> None:
@@ -182,23 +177,26 @@ def write_notice(notice: bytes, died: float) -> None:
     death_notice.write(notice, died)
 
 
-def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
+def main(mark: str, timer: int, strict: bool, group: str = "") -> None:
     """Read messages until end of file, then kill what is left and clean up."""
     ignore_signals()
     identity = marks.parse(mark)
     assert identity is not None
-    guard = Guard(kills.Traces(identity, group, strict), deadline)
+    guard = Guard(kills.Traces(identity, group, strict))
     guard.evidence.excluded.add(os.getpid())
     os.set_blocking(0, False)
     poller = select.poll()
-    poller.register(0, select.POLLIN)
+    for descriptor in (0, timer):
+        poller.register(descriptor, select.POLLIN)
     os.write(1, b"\n")  # tells the agent that the guard is ready
     while True:
-        poller.poll(None if guard.deadline is None else 1000 * min(LONGEST_POLL, max(0.0, guard.deadline - clock.now())))
+        poller.poll()
         try:
             data = os.read(0, 65536)
-        except BlockingIOError:  # all messages are read, and none of them moved the deadline beyond now
-            guard.check_deadline(clock.now())
+        except BlockingIOError:  # all messages are read
+            with suppress(BlockingIOError):  # the agent has set a later deadline meanwhile
+                os.read(timer, 8)
+                guard.kill_workers(clock.now())
             continue
         if not data:
             break
@@ -216,4 +214,4 @@ def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), sys.argv[3] == "1", *sys.argv[4:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", *sys.argv[4:])

@@ -61,6 +61,8 @@ class ProcessTree:
         self.mark = marks.for_workers(inherited, own)
         strict = os.getpid() == 1 or bool(set(proc.children(os.getpid())) - {given.pid if given else 0})
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._timer = linux.timerfd_create()  # tells the guard that the deadline has passed; to set it wakes nobody
+        self._set_timer(0.0, self.renewed)
         self._kill_leftovers(job, inherited)
         self.group = _make_group(control_group.name(own.text, job))  # the control group for the workers; empty: none can be made
         self._evidence = kills.Traces(own, self.group, strict)
@@ -69,6 +71,7 @@ class ProcessTree:
         try:
             self._start_guard(GUARD_START_LIMIT)
         except OSError as error:
+            os.close(self._timer)
             control_group.remove(self.group, 0.0)
             raise StartError(f"cannot start the guard, {sys.executable} {guard.__file__}: {error.strerror}") from None
 
@@ -79,8 +82,9 @@ class ProcessTree:
         if now >= self._retry_at:
             self._restart_guard()
         if self._fixed_deadline or (self.lease and now >= self.renewed + min(RENEW_EVERY, self.lease / RENEWALS)):
+            before = self._deadline
             self._fixed_deadline, self.renewed = 0.0, now
-            self._send(guard.message(guard.ALIVE, now, self._deadline))
+            self._set_timer(before, now)
 
     def end_lease_at(self, moment: float, now: float) -> None:
         """Let the lease end at ``moment``, not ``lease`` seconds after the last renewal. ``renew`` or a later moment changes that.
@@ -90,14 +94,20 @@ class ProcessTree:
         if now >= self._retry_at:
             self._restart_guard()
         if moment != self._fixed_deadline:
-            self._fixed_deadline = moment
-            self._send(guard.message(guard.ALIVE, now, self._deadline))
+            before, self._fixed_deadline = self._deadline, moment
+            self._set_timer(before, now)
 
     def lease_is_over(self, now: float) -> bool:
         """Return whether the guard has killed the workers, or is about to."""
         if self._fixed_deadline:
             return now > self._fixed_deadline - TOO_LATE_FIXED
         return bool(self.lease) and now > self.renewed + self.lease - min(TOO_LATE, self.lease / 10)
+
+    def _set_timer(self, before: float, now: float) -> None:
+        """Let the guard's timer go off at the deadline. ``before``: the last deadline, which the guard may have missed if it has passed."""
+        linux.timerfd_settime(self._timer, self._deadline)
+        if 0 < before <= now:
+            self._send(guard.message(guard.LATE, now))
 
     @property
     def _deadline(self) -> float:
@@ -167,6 +177,7 @@ class ProcessTree:
     def close(self) -> None:
         """Kill all that is left, then end the guard. The guard goes on alone if its last work takes longer than GUARD_END_LIMIT."""
         kills.kill_below_agent(self._evidence)
+        os.close(self._timer)
         if self._guard is None:
             control_group.remove(self.group, GUARD_END_LIMIT)
             return
@@ -210,11 +221,18 @@ class ProcessTree:
         read, write = os.pipe2(os.O_CLOEXEC)
         started = None
         try:
-            command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._evidence.mark.text, str(self._deadline)]
+            command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._evidence.mark.text, str(self._timer)]
             command += [str(int(self._evidence.strict)), self.group]
             environ = {**os.environ, name_servers.OPTIONS: ""}  # other nodes' addresses may be names
             started = subprocess.Popen(
-                command, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/", env=environ
+                command,
+                stdin=read,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env=environ,
+                pass_fds=[self._timer],
             )
             assert started.stdout is not None
             with started.stdout as output:

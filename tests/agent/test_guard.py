@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from elastirun import clock
+from benchmarks import costs
+from elastirun import clock, linux
 from elastirun.agent.processes import control_group, death_notice, guard, kills, leftovers, marks, proc
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.memory import MemoryStore
@@ -201,13 +202,15 @@ def test_workers_that_were_started_later_are_not_meant() -> None:
 
 
 @contextmanager
-def running_guard(deadline: float, group: str = "") -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a guard whose agent is this test, and a worker whose pid it is sent. Children of the test need evidence."""
+def running_guard(deadline: float, group: str = "") -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """Run a guard whose agent is this test, with its timer, and a worker whose pid it is sent. Children of the test need evidence."""
     own = marks.own()
-    command = [sys.executable, "-I", "-S", guard.__file__, own.text, str(deadline), "1", group]
-    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as worker:
+    timer = linux.timerfd_create()
+    linux.timerfd_settime(timer, deadline)
+    command = [sys.executable, "-I", "-S", guard.__file__, own.text, str(timer), "1", group]
+    with os.fdopen(timer), subprocess.Popen(["sleep", "1000"], start_new_session=True) as worker:
         try:
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[timer]) as program:
                 assert program.stdin and program.stdout and program.stdout.read(1)
                 found = proc.look(worker.pid)
                 assert found
@@ -215,7 +218,7 @@ def running_guard(deadline: float, group: str = "") -> Iterator[tuple[subprocess
                 for half in (data[:3], data[3:]):  # messages arrive in pieces
                     program.stdin.write(half)
                     program.stdin.flush()
-                yield program, worker.pid
+                yield program, worker.pid, timer
         finally:
             worker.kill()
 
@@ -225,40 +228,51 @@ def stop(program: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)
 
 
-def say(program: subprocess.Popen[bytes], sent: float, deadline: float) -> None:
+def tell(program: subprocess.Popen[bytes], data: bytes) -> None:
+    """Send the guard ``data``, and wait until it has read that."""
     assert program.stdin
-    program.stdin.write(guard.message(guard.ALIVE, sent, deadline))
+    program.stdin.write(data)
     program.stdin.flush()
+    program.send_signal(signal.SIGCONT)
+    unread = array.array("i", [1])
+    while unread[0]:
+        fcntl.ioctl(program.stdin, termios.FIONREAD, unread)
 
 
 def test_after_a_suspension_the_first_sign_of_life_comes_too_late() -> None:
     """Both agent and guard stood still, and the agent goes on first."""
-    now = clock.now()
-    with running_guard(now + 1000) as (program, worker):
+    with running_guard(clock.now() + 1000) as (program, worker, timer):
         stop(program)
-        say(program, now, now + 5)
-        say(program, now + 6, now + 1000)
-        program.send_signal(signal.SIGCONT)
+        linux.timerfd_settime(timer, clock.now() - 1)
+        linux.timerfd_settime(timer, clock.now() + 1000)
+        tell(program, guard.message(guard.LATE, clock.now()))
         assert dies(worker)
 
 
 def test_a_guard_that_stood_still_itself_ends_nobody() -> None:
-    now = clock.now()
-    with running_guard(now + 1000) as (program, worker):
+    with running_guard(clock.now() + 1000) as (program, worker, timer):
         stop(program)
-        say(program, now - 8, now - 3)
-        say(program, now - 4, now + 1)
-        say(program, now, now + 1000)
-        program.send_signal(signal.SIGCONT)
-        assert program.stdin
-        unread = array.array("i", [1])
-        while unread[0]:
-            fcntl.ioctl(program.stdin, termios.FIONREAD, unread)
+        linux.timerfd_settime(timer, clock.now() - 1)
+        linux.timerfd_settime(timer, clock.now() + 1000)
+        tell(program, guard.message(guard.GONE, 1))
         assert not dies(worker, 0.3)
 
 
+def test_a_renewal_wakes_no_guard() -> None:
+    """Most wake-ups of an idle job were once the guard's."""
+    with running_guard(clock.now() + 1000) as (program, worker, timer):
+        tell(program, guard.message(guard.GONE, 1))
+        until(lambda: ") S " in Path(f"/proc/{program.pid}/stat").read_text(), "the guard waits")
+        before = costs.wake_ups([program.pid])
+        for later in range(100):
+            linux.timerfd_settime(timer, clock.now() + 1000 + later)
+        assert costs.wake_ups([program.pid]) == before
+        linux.timerfd_settime(timer, clock.now())
+        assert dies(worker)
+
+
 def test_a_moment_that_passes_without_a_sign_ends_the_workers() -> None:
-    with running_guard(clock.now() + 0.5) as (_, worker):
+    with running_guard(clock.now() + 0.5) as (_, worker, _):
         assert dies(worker)
 
 
@@ -266,7 +280,7 @@ def test_a_group_is_removed_when_its_last_process_has_died_at_last(tmp_path: Pat
     """The kernel needs seconds to free the memory of a large worker."""
     (tmp_path / "group").mkdir()
     (tmp_path / "group" / "busy").touch()
-    with running_guard(clock.now() + 1000, str(tmp_path / "group")) as (program, worker):
+    with running_guard(clock.now() + 1000, str(tmp_path / "group")) as (program, worker, _):
         assert program.stdin
         program.stdin.close()
         assert dies(worker) and not dies(program.pid, 1.0), "the guard waits"
@@ -427,7 +441,7 @@ def test_no_death_notice_is_written_before_all_has_ended(monkeypatch: pytest.Mon
     written: list[bytes] = []
     monkeypatch.setattr(guard, "END_TIMEOUT", 0.0)
     monkeypatch.setattr(guard, "write_in_thread", lambda notice, died: written.append(notice))
-    state = guard.Guard(kills.Traces(marks.own(), "", strict=False), 0.0)
+    state = guard.Guard(kills.Traces(marks.own(), "", strict=False))
     for notice in (b"", b"one"):
         state.receive(guard.message(guard.NOTICE, notice))
         guard.begin_death_notice(state, clock.now())
@@ -445,7 +459,7 @@ from elastirun.agent.processes import guard, kills, marks
 from elastirun.agent.processes.death_notice import Notice
 for name in [name for name in sys.modules if name.startswith(("elastirun.rendezvous", "elastirun.agent.processes.death_notice"))]:
     del sys.modules[name]
-state, needed = guard.Guard(kills.Traces(marks.own(), "", False), 0.0), "elastirun.rendezvous.stores.tcp"
+state, needed = guard.Guard(kills.Traces(marks.own(), "", False)), "elastirun.rendezvous.stores.tcp"
 state.receive(guard.message(guard.NOTICE, b""))
 state.receive(guard.message(guard.NOTICE, Notice(None, "job/", "me-1", None, 3, 12.5).encode()))
 while needed not in sys.modules:
@@ -461,7 +475,7 @@ def test_what_writes_a_notice_is_imported_before_it_is_needed() -> None:
 def test_a_notice_is_the_same_when_the_guard_has_read_it() -> None:
     for token in (None, b"\0 a secret\xff"):
         notice = death_notice.Notice({"kind": "tcp", "address": "10.0.0.1", "port": 29400}, "job/", "me-1", token, 3, 12.5)
-        state = guard.Guard(kills.Traces(marks.own(), "", strict=False), 0.0)
+        state = guard.Guard(kills.Traces(marks.own(), "", strict=False))
         state.receive(guard.message(guard.NOTICE, notice.encode()))
         assert death_notice.Notice.decode(state.notice) == notice
 

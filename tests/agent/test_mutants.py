@@ -30,6 +30,12 @@ MUTANTS = (
         never("started"),
         seen_by="process_tree::a_guard_that_cannot_be_watched_is_ended_and_kills_nothing",
     ),
+    mutant(
+        "an agent that stood still beyond its lease tells the guard so",
+        "processes.process_tree:ProcessTree._set_timer",
+        instead_of("0 < before <= now", "False"),
+        seen_by="process_tree::the_first_renewal_after_the_lease_ends_the_workers",
+    ),
     quoted(
         "a server that comes up too late is ended",
         *("store/worker_store", "with self._lock, listening:", "with listening:"),

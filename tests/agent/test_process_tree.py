@@ -77,6 +77,29 @@ worker.wait()
 """
 
 
+# An agent and a guard that stood still together for longer than the lease; the agent goes on first.
+LATE = """
+import os, selectors, signal, subprocess, sys
+from elastirun import clock
+from elastirun.agent.processes.process_tree import ProcessTree
+later, limit = map(float, sys.argv[1:])
+tree = ProcessTree("test", 10.0, selectors.DefaultSelector(), print)
+worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+tree.add_workers([worker.pid])
+os.kill(tree._guard.pid, signal.SIGSTOP)
+os.waitid(os.P_PID, tree._guard.pid, os.WSTOPPED | os.WNOWAIT)
+now = clock.now() + 1
+tree.renew(now)
+tree.renew(now + later)
+os.kill(tree._guard.pid, signal.SIGCONT)
+try:
+    print(worker.wait(limit))
+except subprocess.TimeoutExpired:
+    print("lives")
+tree.close()
+"""
+
+
 @pytest.fixture
 def nodes(nodes: Cluster) -> Cluster:
     nodes.script.write_text(SCRIPT)
@@ -188,6 +211,12 @@ def test_a_guard_that_cannot_be_watched_is_ended_and_kills_nothing() -> None:
     *said, found = done.stdout.splitlines()
     assert found == "True None", done
     assert "Too many open files" in said[-1]
+
+
+@pytest.mark.parametrize(("later", "limit", "found"), [(9.9, 0.5, "lives"), (10.0, PATIENCE, "-9")], ids=["in time", "too late"])
+def test_the_first_renewal_after_the_lease_ends_the_workers(later: float, limit: float, found: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LATE, str(later), str(limit)], capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert done.stdout.splitlines()[0] == found, done
 
 
 def test_a_guard_that_is_killed_is_replaced(nodes: Cluster) -> None:
