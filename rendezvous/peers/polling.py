@@ -24,6 +24,7 @@ FORMING_POLL = 0.1  # longest time in seconds between two polls while a round fo
 QUICKEST_POLL = 0.01  # shortest one, just after this node has taken a step: the others are about to take the same
 POLLS_OF_WAIT = 0.25  # of the time waited since that step: a poll makes the wait no more than a quarter longer
 PAUSE_OF_POLL = 2.0  # of the length of the last exchange: a store that is slow has half of the time for other nodes
+PRIVATE_BEATS = 3.0  # between two polls of a round in a private store, in which nothing changes; ``elastirun status`` calls 2.5 s quiet
 PER_NODE = 0.0005  # seconds more for each node, so that the load of the store grows less than their number
 ALL_PER_NODE = 0.03  # seconds for each node, on average, between two reads of all rows by a node that is not first in line
 ROWS_PER_SECOND = 4000  # that all of these read together while somebody is first in line: they only make sure
@@ -89,7 +90,8 @@ class PollPlan:
         ``waited``: since this node's last step. ``took``: the length of the last exchange with the store.
         """
         if state in (RUNNING, DRAINING):
-            return self.rules.lasting_beat if self.rules.lasting else self.rules.beat
+            slow = PRIVATE_BEATS * self.rules.beat if self.rules.private else self.rules.beat
+            return self.rules.lasting_beat if self.rules.lasting else slow
         if state is DONE or _beside(state, record):
             return self.rules.beat + PER_NODE * self._nodes(record)
         quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)

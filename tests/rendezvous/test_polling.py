@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastirun.agent.status.job_status import QUIET
 from elastirun.rendezvous.peers.polling import (
     ALL_PER_NODE,
     FORMING_POLL,
@@ -144,3 +145,10 @@ def test_quick_polls_are_few_however_long_the_wait() -> None:
 
 def test_a_node_that_waits_for_the_end_of_a_round_polls_each_beat_however_short_the_wait() -> None:
     assert forming(0.0, state=Status.DONE) == forming(0.0, record=ROUND) == pytest.approx(RULES.beat)
+
+
+def test_a_private_store_in_which_nobody_else_writes_is_asked_less_often() -> None:
+    """``elastirun status`` calls a row quiet that has not changed for ``QUIET``."""
+    shared, private = (PollPlan(replace(RULES, private=one), "a", 0.0) for one in (False, True))
+    assert shared.interval(Status.RUNNING, ROUND) == RULES.beat < private.interval(Status.RUNNING, ROUND) < 0.7 * QUIET
+    assert shared.interval(Status.JOINING, over()) == private.interval(Status.JOINING, over())
