@@ -25,6 +25,7 @@ SUITES = {  # name -> module; what it does is in the first line of its docstring
     "planned-stops": "tests.system.planned_stops",
     "preload-kills": "tests.system.preload_kills",
     "preload-restarts": "tests.system.preload_restarts",
+    "warm-launches": "tests.system.warm_launches",
     "checkpoint-kills": "tests.system.checkpoint_kills",
     "writer-kills": "tests.checkpoint.kills",
     "live-kills": "tests.system.live_kills",

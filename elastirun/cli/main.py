@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if command:
             sys.exit(subcommands.run(command, words[1:]))
         given = _given_server()
-        prepared = _prepare(words)
+        prepared = _prepare(words, warn=given is None)
         status = prepared if isinstance(prepared, int) else _launch(prepared, given, may_stay_above=argv is None)
     except ElastirunError as error:
         _say(str(error))
@@ -83,7 +83,7 @@ def _given_server() -> tuple[int, int] | None:
 def _launch(config: LaunchConfig, given: tuple[int, int] | None, may_stay_above: bool) -> int:
     """Run the agent. With --keep-warm and no fork server ``given`` it runs below this process, if that may be."""
     from elastirun.agent.processes import marks  # slow imports, which --help does without
-    from elastirun.agent.processes.preload.server_start import StartedServer, start_ahead
+    from elastirun.agent.processes.preload.server_start import start_ahead, taken_over
     from elastirun.agent.workers.spec import NodeEnvironment, worker_like
 
     mark, environ = marks.own(), dict(os.environ)
@@ -95,14 +95,14 @@ def _launch(config: LaunchConfig, given: tuple[int, int] | None, may_stay_above:
             return keep_warm.run(config.preload, like.env, (*config.signals, *config.forward_signals))
         except keep_warm.NotWarm as error:
             _say(f"warning: --keep-warm has no effect: {error}")
-    server = StartedServer(*given) if given else start_ahead(config.preload, like, mark)
+    server = taken_over(*given) if given else start_ahead(config.preload, like, mark)
     from elastirun.agent.agent import run
 
     early_signals.restrict_to(config.signals)
     return run(config, server)
 
 
-def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
+def _prepare(argv: Sequence[str], warn: bool) -> LaunchConfig | int:
     """Return the configuration to launch, or the exit status when something was only to be shown."""
     given, script = command_line.parse(argv)
     if "help" in given:
@@ -128,7 +128,7 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     config = replace(config, token=read_token(options))
     _warn_of_readable_secrets(options, config.etcd)
     dry_run = options.flag("dry_run")
-    for warning in options.warnings:
+    for warning in options.warnings if warn else ():  # else the command above has written them
         _say(f"warning: {warning}")
     return subcommands.show(_dry_run(config, options)) if dry_run else config
 

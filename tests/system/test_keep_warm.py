@@ -9,15 +9,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastirun.agent.processes.preload import keep_warm
+from elastirun.agent.processes.preload import keep_warm, warm_server
 from tests.support.cluster import Cluster, dies
 from tests.support.until import until
 from tests.system.test_preload import PROBE
+from tests.system.warm_launches import PLAIN, compare
 
 MODULE = """
 import os
@@ -66,6 +68,15 @@ class Warm:
     def servers(self) -> list[int]:
         return [server.pid for server in self._in_folder(keep_warm.servers)]
 
+    def files(self) -> set[str]:
+        folder = self.folder / keep_warm.FOLDER
+        return set(os.listdir(folder)) if folder.exists() else set()
+
+    def until_idle(self, server: int) -> None:
+        """Wait until the server has no job, so that it has nothing open but what it began with."""
+        own = ["/dev/null"] * 3 + [str(self.folder / keep_warm.FOLDER), "socket"]
+        until(lambda: opened_by(server) == own, "the job's pipe to be closed", state=lambda: str(opened_by(server)))
+
     def stop(self) -> None:
         pids = self.servers()
         for server in self._in_folder(keep_warm.servers):
@@ -109,11 +120,30 @@ def test_a_command_gets_its_own_folder_variables_of_the_shell_and_exit_status(wa
     assert len(warm.servers()) == 1
 
 
-@pytest.mark.parametrize("shell", ["export TEST_OTHER=1", "ulimit -Sn 200", "umask 077", "trap '' HUP"])
+@pytest.mark.parametrize("shell", ["export TEST_OTHER=1", "ulimit -Sn 200", "umask 077", "trap '' HUP", "export ELASTIRUN_AGENT=1-2-3-a"])
 def test_a_command_that_is_started_in_another_way_gets_another_server(warm: Warm, shell: str) -> None:
     first, others = warm.shown(), [warm.shown(shell=shell) for _ in range(2)]
     assert first["importer"] != others[0]["importer"] == others[1]["importer"]
     assert len(warm.servers()) == 2
+
+
+def test_a_search_path_that_depends_on_the_folder_is_that_of_the_command(warm: Warm, tmp_path: Path) -> None:
+    """An empty entry is the working folder, as in PYTHONPATH=$PYTHONPATH:/modules where there was none."""
+    warm.nodes.env["PYTHONPATH"] = f":{warm.nodes.env['PYTHONPATH']}"
+    first, second = warm.shown(cwd="/"), warm.shown(cwd=tmp_path)
+    assert first["importer"] != second["importer"] == warm.shown(cwd=tmp_path)["importer"]
+
+
+def test_a_warning_is_written_once(warm: Warm) -> None:
+    warm.nodes.env["PET_NPROC_PER_NODES"] = "1"
+    for options in ([], ["--keep-warm=off"]):
+        assert warm.command(*options).stderr.count("PET_NPROC_PER_NODES has no effect") == 1
+
+
+def test_a_file_that_only_the_command_can_open_is_read_by_an_agent_in_its_place(warm: Warm) -> None:
+    (warm.nodes.tmp_path / "token").write_text("0123456789abcdef" * 4)
+    ended = warm.command("--token-file=/dev/fd/9", shell=f"exec 9< {warm.nodes.tmp_path}/token")
+    assert (ended.returncode, "only this process has" in ended.stderr) == (0, True), ended.stderr
 
 
 def test_what_has_changed_since_it_was_imported_is_imported_anew(warm: Warm) -> None:
@@ -134,8 +164,7 @@ def test_the_server_keeps_nothing_of_a_job(warm: Warm) -> None:
     (server,) = warm.servers()
     assert not Path(f"/proc/{server}/environ").read_bytes().strip(b"\0")
     assert os.readlink(f"/proc/{server}/cwd") == "/"
-    own = ["/dev/null"] * 3 + [str(warm.folder / keep_warm.FOLDER), "socket"]
-    until(lambda: opened_by(server) == own, "the job's pipe to be closed", state=lambda: str(opened_by(server)))
+    warm.until_idle(server)
     assert secret.encode() not in memory_of(server)
 
 
@@ -193,22 +222,108 @@ def test_a_user_has_four_servers_at_most(warm: Warm) -> None:
 def test_it_stays_for_as_long_as_it_was_asked_to(warm: Warm) -> None:
     first = warm.shown("--keep-warm=1s")
     assert dies(first["importer"])
-    assert set(os.listdir(warm.folder / keep_warm.FOLDER)) == {"key"}
+    assert warm.files() == {"key"}
+    warm.shown("--keep-warm=720h")  # longer than poll() can wait
+    (server,) = warm.servers()
+    warm.until_idle(server)
+    assert warm.shown()["importer"] == server
+    warm.stop()
+    assert warm.files() == {"key"}
 
 
-@pytest.mark.parametrize("how", ["mode", "link", "killed"])
+def test_a_server_that_is_stopped_keeps_no_command_and_no_reader_of_its_output_waiting(warm: Warm) -> None:
+    server = warm.shown()["importer"]
+    os.kill(server, signal.SIGSTOP)
+    ended = warm.command()
+    assert (ended.returncode, "does not answer" in ended.stderr) == (0, True)
+    os.kill(server, signal.SIGCONT)
+    assert warm.shown()["importer"] == server
+
+
+def test_a_command_that_is_stopped_while_it_starts_a_server_keeps_no_other_waiting_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_warm, "START_LIMIT", 0.1)
+    name, path = "0000000a", tmp_path / "key"
+    path.touch()
+    code = "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX, 1, 10); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() and other.stdin
+        with path.open("r+") as file:
+            with pytest.raises(keep_warm.NotWarm, match="another command"):
+                keep_warm._lock(file.fileno(), name)
+            other.stdin.close()
+            other.wait()
+            keep_warm._lock(file.fileno(), name)
+            assert warm_server.place_of_lock(name) == 10
+
+
+def test_a_command_that_is_killed_while_modules_are_imported_leaves_the_server_for_the_next(warm: Warm) -> None:
+    begun = warm.nodes.tmp_path / "begun"
+    os.mkfifo(begun)
+    warm.module.write_text(f"{MODULE}\nopen({str(begun)!r}, 'w').close()\nopen({str(begun)!r}).close()\n")
+    with subprocess.Popen(warm.words(), env=warm.nodes.env) as command:
+        begun.open().close()
+        command.kill()
+    begun.open("w").close()
+    (server,) = until(warm.servers, "the server")
+    assert warm.shown()["importer"] == server
+
+
+def test_an_agent_that_has_ended_already_is_not_started_a_second_time() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    assert keep_warm.StartedAgent(()).begin({"agent": ended.pid})
+
+
+def test_a_full_disk_leaves_no_half_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError
+
+    folder = os.open(tmp_path, os.O_RDONLY)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError):
+        keep_warm._open_key(folder)
+    monkeypatch.undo()
+    assert not os.listdir(folder)
+    os.close(folder)
+
+
+def test_a_variable_that_was_meant_for_another_process_ends_none(warm: Warm) -> None:
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as stranger:
+        ours.close()
+        env = {**warm.nodes.env, "ELASTIRUN_WARM": f"{theirs.fileno()},{stranger.pid}"}
+        ended = subprocess.run(warm.words("--max-restarts=1"), env=env, pass_fds=[theirs.fileno()], capture_output=True, timeout=100)
+        assert (ended.returncode, stranger.poll()) == (0, None)
+        stranger.kill()
+    theirs.close()
+
+
+def test_where_other_users_look_like_this_one_nothing_is_kept(warm: Warm) -> None:
+    """In a user namespace without a map each user is nobody, also the owner of a folder that somebody else has made."""
+    apart = ["unshare", "--user"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespace can be made here")
+    ended = subprocess.run([*apart, *warm.words()], env=warm.nodes.env, text=True, capture_output=True, timeout=100)
+    assert "shows other users as this one" in ended.stderr, ended.stderr
+    assert not warm.files()
+
+
+@pytest.mark.parametrize("how", ["mode", "link", "killed", "setgid"])
 def test_a_folder_that_others_may_use_is_not_used_and_what_a_dead_server_has_left_stands_in_nobodys_way(warm: Warm, how: str) -> None:
     folder = warm.folder / keep_warm.FOLDER
     if how == "killed":
         os.kill(warm.shown()["importer"], signal.SIGKILL)
-    elif how == "mode":
-        folder.mkdir(mode=0o755)
+    elif how in ("mode", "setgid"):
+        folder.mkdir()
+        folder.chmod(0o755 if how == "mode" else 0o2700)
     else:
         folder.symlink_to(warm.module.parent)
     ended = warm.command()
     assert ended.returncode == 0
-    assert ("--keep-warm has no effect" in ended.stderr) == (how != "killed")
-    assert len(ended.stderr.splitlines()) == (how != "killed")
+    assert ("--keep-warm has no effect" in ended.stderr) == (how in ("mode", "link"))
+    assert len(ended.stderr.splitlines()) == (how in ("mode", "link"))
     if how == "link":
         folder.unlink()
         folder.mkdir(mode=0o700)
@@ -252,11 +367,16 @@ def test_a_stranger_to_the_protocol_takes_nothing_from_the_server(warm: Warm) ->
     first = warm.shown()
     (path,) = (path for path in (warm.folder / keep_warm.FOLDER).iterdir() if path.name != "key")
     at = os.open(path.parent, os.O_PATH)
-    for packet in (b"", b"x" * 5000, b"null", b'{"seconds": "a"}', b'{"seconds": 1e999}'):
+    numbers = (b'"a"', b"1e999", b"NaN", b"9" * 400, b"-1")
+    for packet in (b"", b"x" * 5000, b"null", b"[" * 4000, *(b'{"seconds": %s}' % each for each in numbers)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(f"/proc/self/fd/{at}/{path.name}")
             if packet:
                 socket.send_fds(connection, [packet], [at] * 5)
+                connection.recv(1)  # HELLO
+                with suppress(ConnectionError):
+                    connection.recv(1)
+        warm.until_idle(first["importer"])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(f"/proc/self/fd/{at}/{path.name}")
         assert warm.shown()["importer"] == first["importer"]
@@ -276,3 +396,9 @@ def test_a_script_sees_the_same_process_as_when_nothing_is_kept(warm: Warm) -> N
         one.pop("forked")
     for one in seen[1:]:
         assert {key: (seen[0][key], one[key]) for key in one if one[key] != seen[0][key]} == {}
+
+
+def test_the_server_does_not_grow_and_each_script_does_what_it_does_without_it(nodes: Cluster) -> None:
+    """``python -m tests.stress warm-launches`` makes many more launches, also with torch."""
+    few = ("plain", "module beside", "changes itself")
+    assert compare(nodes, {name: PLAIN[name] for name in few}, "json", launches=6, seed=1) == []

@@ -18,6 +18,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from elastirun import clock, linux
+from elastirun.agent.processes import marks
 from elastirun.agent.processes.preload import forkserver, warm_server
 from elastirun.config import Preload
 
@@ -33,8 +35,10 @@ FOLDER = "elastirun-warm"
 MOST_SERVERS = 4  # of one user; a new one takes the place of that which was used longest ago, as each takes 0.2 GB
 START_LIMIT = 60.0  # seconds for a new server to import what is asked for
 ANSWER_LIMIT = 5.0  # seconds for a server to start an agent
+LOCK_POLL = 0.02  # seconds
 ROOM = 4096  # bytes for a fork's command line, and for the variables of a job
 KEY_SIZE = 32  # bytes
+EVERY_USER = ["0", "0", "4294967295"]  # in uid_map of a namespace that maps all users, see user_namespaces(7)
 STATUS = "Uid Gid Groups SigBlk CapInh CapPrm CapEff CapBnd CapAmb NoNewPrivs Seccomp Cpus_allowed Mems_allowed Umask THP_enabled".split()
 FILES = "cgroup personality oom_score_adj coredump_filter loginuid sessionid attr/current"  # in /proc/self, see proc(5)
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -65,6 +69,7 @@ class WarmServer:
         """End it. Its jobs go on."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGCONT)  # one that was stopped ends only then
 
 
 def run(preload: Preload, environment: Mapping[str, str], signals: Collection[str]) -> int:
@@ -72,6 +77,8 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
 
     ``signals``: names of signals to pass on, besides the usual ones. Raises NotWarm.
     """
+    if any(word.startswith("/dev/fd/") for part in sys.argv for word in part.split("=")):
+        raise NotWarm("a descriptor that only this process has is named as a file")
     command = {"argv": [sys.executable, *sys.orig_argv[1:]], "environment": dict(os.environ)}
     agent = StartedAgent({*PASSED_ON, *(signal.Signals[name] for name in signals)})
     try:
@@ -80,8 +87,10 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
             connection = _start_agent(agent, folder, preload, environment, command)
         finally:
             os.close(folder)
+    except TimeoutError:
+        raise NotWarm("the server does not answer; elastirun warm stop ends it") from None
     except OSError as error:
-        raise NotWarm(error.strerror or "the server does not answer") from None
+        raise NotWarm(error.strerror or type(error).__name__) from None
     with connection:
         return agent.wait(connection)
 
@@ -94,6 +103,8 @@ def open_folder() -> int:
     run_time = os.environ.get("XDG_RUNTIME_DIR")
     if os.getuid() != os.geteuid() or os.getgid() != os.getegid():
         raise NotWarm("this process runs as another user than the one who started it")
+    if _user_is_unmapped():
+        raise NotWarm("the user namespace shows other users as this one")
     if run_time and os.stat(run_time).st_uid != os.geteuid():
         raise NotWarm(f"XDG_RUNTIME_DIR={run_time} belongs to another user")
     path = f"{run_time}/{FOLDER}" if run_time else f"/tmp/{FOLDER}-{os.geteuid()}"
@@ -101,24 +112,32 @@ def open_folder() -> int:
         os.mkdir(path, 0o700)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(folder)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         os.close(folder)
         raise NotWarm(f"others may use {path}; remove it")
     return folder
 
 
+def _user_is_unmapped() -> bool:
+    """Return whether the kernel may show files and processes of other users as this user's: those that a user namespace does not map."""
+    overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    return os.geteuid() == overflow and Path("/proc/self/uid_map").read_text().split() != EVERY_USER
+
+
 def _open_key(folder: int) -> int:
     """Return a descriptor of the file with the key, which is made if there is none."""
-    new = f"{warm_server.LOCK_FILE}.{os.getpid()}"
+    new = f"{warm_server.LOCK_FILE}.{os.urandom(8).hex()}"
     try:
         return os.open(warm_server.LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
         made = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        os.write(made, os.urandom(KEY_SIZE))
-        os.close(made)
-        with suppress(FileExistsError):
-            os.link(new, warm_server.LOCK_FILE, src_dir_fd=folder, dst_dir_fd=folder)  # whole, or not at all
-        os.unlink(new, dir_fd=folder)
+        try:
+            os.write(made, os.urandom(KEY_SIZE))
+            with suppress(FileExistsError):
+                os.link(new, warm_server.LOCK_FILE, src_dir_fd=folder, dst_dir_fd=folder)  # whole, or not at all
+        finally:
+            os.close(made)
+            os.unlink(new, dir_fd=folder)
     return os.open(warm_server.LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
 
@@ -128,7 +147,7 @@ def _open_key(folder: int) -> int:
 def conditions(preload: Preload, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return all that a process gets from the one that starts it, and that a worker may notice."""
     ignored = forkserver.ROUND_NAMES | warm_server.OF_JOB | warm_server.OF_SHELL
-    python_path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    python_path = environment.get("PYTHONPATH")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {
         "preload": [preload.modules, preload.tried],
@@ -136,7 +155,8 @@ def conditions(preload: Preload, environment: Mapping[str, str]) -> dict[str, An
         "version": [sys.version, sys.executable, sys.prefix],
         "packages": sorted(_packages()),
         "environment": sorted(item for item in environment.items() if item[0] not in ignored),
-        "folder": os.getcwd() if any(path and not os.path.isabs(path) for path in python_path) else "",
+        "folder": os.getcwd() if python_path and not all(map(os.path.isabs, python_path.split(os.pathsep))) else "",
+        "agent above": os.environ.get(marks.VARIABLE),
         "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
         "status": [status.get(name) for name in STATUS],
         "ignored signals": sorted(_ignored_signals()),
@@ -194,7 +214,7 @@ def _start_agent(
     key = _open_key(folder)
     try:
         name = name_of(conditions(preload, environment), os.pread(key, KEY_SIZE, 0))
-        fcntl.lockf(key, fcntl.LOCK_EX, 1, warm_server.place_of_lock(name))  # nobody else starts one meanwhile, and none ends
+        _lock(key, name)
         for _ in range(2):  # the first may have imported files that have changed since
             connection = _connect(folder, name)
             if connection is None:
@@ -207,6 +227,17 @@ def _start_agent(
         raise NotWarm("files of the packages are being changed")
     finally:
         os.close(key)
+
+
+def _lock(key: int, name: str) -> None:
+    """Wait until no other command starts this server, and keep it from ending. Raises NotWarm: the other command may be stopped."""
+    end = clock.now() + START_LIMIT
+    while clock.now() < end:
+        with suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(key, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, warm_server.place_of_lock(name))
+            return
+        time.sleep(LOCK_POLL)
+    raise NotWarm("another command is starting the server, and has not come to an end")
 
 
 def _connect(folder: int, name: str) -> socket.socket | None:
@@ -243,20 +274,27 @@ def _start_server(folder: int, name: str, preload: Preload, environment: Mapping
         with theirs:
             env, quiet = {warm_server.VARIABLE: "-" * ROOM, **given}, subprocess.DEVNULL
             process = subprocess.Popen(argv, env=env, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=(folder, theirs.fileno()))
-        ours.settimeout(START_LIMIT)
-        process.wait()
         why, end = b"", clock.now() + START_LIMIT
-        while not why.endswith(b"\n"):
-            ours.settimeout(max(0.01, end - clock.now()))
-            if not (data := ours.recv(4096)):
-                raise NotWarm("the fork server has ended while it imported modules")
-            why += data
+        try:
+            while not why.endswith(b"\n"):
+                ours.settimeout(max(0.01, end - clock.now()))
+                if not (data := ours.recv(4096)):
+                    raise NotWarm("the fork server has ended while it imported modules")
+                why += data
+        finally:
+            process.kill()  # it has made the server and ended, unless something stops it
+            process.wait()
     if why.strip():
         raise NotWarm(os.fsdecode(why.strip()))
 
 
 def _ask(connection: socket.socket, seconds: float, command: dict[str, Any]) -> dict[str, Any]:
-    """Ask for an agent. Return the answer."""
+    """Ask for an agent. Return the answer.
+
+    A server that does not run gets no streams: whoever reads them would wait for it.
+    """
+    if not connection.recv(1):
+        raise NotWarm("the server has ended")
     file = linux.memfd_create("elastirun-command")
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -288,7 +326,8 @@ class StartedAgent:
         """Take in the first answer of the server. Return whether it has started an agent."""
         if "agent" not in answer:
             return False
-        self._pidfd = linux.pidfd_open(int(answer["agent"]))
+        with suppress(ProcessLookupError):  # it has ended already
+            self._pidfd = linux.pidfd_open(int(answer["agent"]))
         for one in self._signals:
             if signal.getsignal(one) is not signal.SIG_IGN:
                 signal.signal(one, self._pass_on)
@@ -307,12 +346,13 @@ class StartedAgent:
             if number != signal.SIGKILL:
                 signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            return 128 + number  # the first process of a container
         return os.waitstatus_to_exitcode(status)
 
     def _pass_on(self, signum: int, frame: object = None) -> None:
-        assert self._pidfd is not None
         with suppress(ProcessLookupError):
-            linux.pidfd_send_signal(self._pidfd, signum)
+            if self._pidfd is not None:
+                linux.pidfd_send_signal(self._pidfd, signum)
 
 
 # -- all servers

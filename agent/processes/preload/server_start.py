@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastirun.agent.processes import marks
+from elastirun.agent.processes import marks, proc
 from elastirun.agent.processes.preload import forkserver
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
 from elastirun.config import Preload
@@ -55,6 +55,12 @@ def start_ahead(preload: Preload, like: WorkerSpec, mark: marks.Mark) -> Started
         return None
     os.close(spawned.pidfd)
     return StartedServer(spawned.pid, ours.detach(), without_round(like.env), mark)
+
+
+def taken_over(pid: int, control: int) -> StartedServer | None:
+    """Return the fork server that a warm server has made for the agent that this process becomes; None: it is no child of this process."""
+    found = proc.look(pid)
+    return StartedServer(pid, control) if found is not None and found.parent == os.getpid() else None
 
 
 def without_round(env: Mapping[str, str]) -> dict[str, str]:

@@ -7,8 +7,8 @@ of ours. FOLDER: descriptor of the folder in which the server listens, as NAME. 
 the modules are imported: empty, or the reason why this server ends. SECONDS: how long it stays without a job. ROOM: room for the command
 lines of forks. ``ELASTIRUN_WARM``, the first variable in its environment, is room for variables that differ between jobs.
 
-A command connects and sends one packet: SECONDS, and descriptors: of its standard streams, its working directory, and a file with its
-command and environment. Below the server these processes come into being:
+A command connects, gets ``HELLO``, and sends one packet: SECONDS, and descriptors: of its standard streams, its working directory, and a
+file with its command and environment. Below the server these processes come into being:
 
 - the *waiter*, which sends the agent's pid to the command, and its exit status at the end;
 - the *agent*, child of the waiter: it is executed with the command and the environment. When the command dies, however it does, the
@@ -45,6 +45,8 @@ STREAMS = 3
 RECEIVE_LIMIT = 1.0  # seconds for a command that has connected to send its packet
 REPORT_LIMIT = 5.0  # seconds for a command to take note of the exit status
 BACKLOG = 64
+LONGEST_POLL = 3600.0  # seconds; poll() takes at most 24 days
+HELLO = b"h"  # to a command that has connected: now its packet is read
 STALE = b"s"  # from a waiter to its server: a file that was imported has changed
 
 
@@ -68,7 +70,10 @@ def main(server: Any) -> Callable[[], object]:
         if not why:
             listener.bind(f"/proc/self/fd/{folder}/{name}")
             listener.listen(BACKLOG)
-        ready.sendall(why.encode(errors="replace") + b"\n")
+        try:
+            ready.sendall(why.encode(errors="replace") + b"\n")
+        except OSError:  # the command has been ended: this server is for the next one
+            pass
     if why:
         os._exit(0)
     environment.wipe()
@@ -208,15 +213,15 @@ def next_command(listener: socket, folder: int, name: str, seconds: float) -> tu
     Ends the server ``seconds`` after its last job.
     """
     from select import POLLIN, poll
-    from signal import SIG_DFL, SIG_IGN, SIGCHLD, SIGTERM, signal
+    from signal import SIG_IGN, SIGCHLD, SIGTERM, signal
     from time import monotonic
 
-    signal(SIGTERM, SIG_DFL)
+    signal(SIGTERM, lambda *_: end_server(folder, name))
     handler = signal(SIGCHLD, SIG_IGN)  # the kernel reaps the waiters
     poller, jobs, end = poll(), set[int](), monotonic() + seconds
     poller.register(listener, POLLIN)
     while True:
-        for fd, _ in poller.poll(None if jobs else max(0.0, end - monotonic()) * 1000):
+        for fd, _ in poller.poll(None if jobs else min(LONGEST_POLL, max(0.0, end - monotonic())) * 1000):
             if fd in jobs:
                 jobs.remove(fd)
                 poller.unregister(fd)
@@ -239,9 +244,16 @@ def next_command(listener: socket, folder: int, name: str, seconds: float) -> tu
                 poller.register(read, POLLIN)
         if not jobs and monotonic() >= end:
             if nobody_comes(folder, name):
-                os.unlink(name, dir_fd=folder)
-                os._exit(0)
+                end_server(folder, name)
             end = monotonic() + 1.0
+
+
+def end_server(folder: int, name: str) -> None:
+    """End this process, so that no command finds it."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    finally:
+        os._exit(0)
 
 
 def take_notice_of_end(job: int) -> None:
@@ -268,11 +280,14 @@ def receive(listener: socket) -> tuple[socket, list[int], float] | None:
     fds: list[int] = []
     try:
         connection.settimeout(RECEIVE_LIMIT)
+        if not peer_is_ours(connection):
+            raise PermissionError
+        connection.sendall(HELLO)
         data, fds, _, _ = socket.recv_fds(connection, PACKET_LIMIT, STREAMS + 2, socket.MSG_CMSG_CLOEXEC)
         connection.settimeout(None)
-        if len(fds) == STREAMS + 2 and peer_is_ours(connection):
-            return connection, fds, float(json.loads(data)["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+        if len(fds) == STREAMS + 2 and (seconds := float(json.loads(data)["seconds"])) >= 0:
+            return connection, fds, seconds
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass
     for fd in fds:
         os.close(fd)
