@@ -30,7 +30,10 @@ from tests.support.tries import unless
 from tests.support.until import poll
 from tests.system.preload_kills import TAG, everything
 
-BEGINNING = "import json, os, signal, sys, time\nprint('names', json.dumps(sorted(os.environ)), flush=True)\n"
+BEGINNING = """import json, os, signal, sys, time
+if __name__ == "__main__":
+    os.write(1, f"names {json.dumps(sorted(os.environ))}\\n".encode())
+"""
 PLAIN = {  # name -> script; these need no package
     "plain": "print(sys.argv, os.getcwd(), sorted(os.listdir('/proc/self/fd')), os.umask(0o22))",
     "module beside": "import beside\nprint(beside.VALUE, beside.__file__)",
@@ -42,7 +45,7 @@ PLAIN = {  # name -> script; these need no package
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "segmentation fault": "import ctypes\nctypes.string_at(0)",
     "leaves processes": "import subprocess\nfor apart in (False, True):\n"
-    "    subprocess.Popen(['sleep', '1000'], start_new_session=apart, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)",
+    "    subprocess.Popen(['sleep', '2'], start_new_session=apart, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)",
     "leaves threads and files": "import threading\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
     "files = [os.open('/dev/null', os.O_RDONLY) for _ in range(100)]\nprint(len(files))",
     "writes much": "for number in range(3000):\n    print(number, 'x' * 100)",
@@ -134,6 +137,7 @@ class Launches:
     def launch(self, name: str, keep: str) -> tuple[Seen, str]:
         """Run a command. Return what is to be the same as always, and its standard error."""
         line = [sys.executable, "-m", "elastirun", f"--keep-warm={keep}", f"--preload={self.modules}", "--exit-code-from-worker"]
+        line += ["--max-restarts=1"]  # else the only worker is executed where nothing is kept, without what is preloaded
         line += ["script.py", "an argument"]
         ended = subprocess.run(
             line, env=self.env, cwd=self.folder / name, input="of stdin\n" * 3, capture_output=True, text=True, timeout=300

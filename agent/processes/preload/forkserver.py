@@ -120,6 +120,7 @@ def load(
     thresholds = gc.get_threshold()
     gc.set_threshold(RARELY)  # nearly all that is imported stays; the collections would take a fifth of the time
     os.environ.__class__ = Watching
+    unset = "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that asks for GPUs must not initialise CUDA
     for name in modules:
         read.clear()
@@ -135,7 +136,7 @@ def load(
             trouble["obstacle"] = f"importing {name} left {found}"
             break
     os.environ.__class__ = Watching.__base__
-    if "PYTORCH_NVML_BASED_CUDA_CHECK" not in _ENVIRON:
+    if unset:
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     gc.freeze()  # a collection in a fork then does not write to, and so copy, the memory of all that was imported
     first, *others = gc.get_threshold()

@@ -77,6 +77,8 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
 
     ``signals``: names of signals to pass on, besides the usual ones. Raises NotWarm.
     """
+    if os.environ.get(marks.VARIABLE):
+        raise NotWarm("this is a worker of another elastirun, whose agent would wait for the end of the server")
     if any(word.startswith("/dev/fd/") for part in sys.argv for word in part.split("=")):
         raise NotWarm("a descriptor that only this process has is named as a file")
     command = {"argv": [sys.executable, *sys.orig_argv[1:]], "environment": dict(os.environ)}
@@ -156,7 +158,6 @@ def conditions(preload: Preload, environment: Mapping[str, str]) -> dict[str, An
         "packages": sorted(_packages()),
         "environment": sorted(item for item in environment.items() if item[0] not in ignored),
         "folder": os.getcwd() if python_path and not all(map(os.path.isabs, python_path.split(os.pathsep))) else "",
-        "agent above": os.environ.get(marks.VARIABLE),
         "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
         "status": [status.get(name) for name in STATUS],
         "ignored signals": sorted(_ignored_signals()),

@@ -134,6 +134,7 @@ class Environment:
             fields = file.read().rpartition(b")")[2].split()
         self._start, end = int(fields[47]), int(fields[48])  # env_start and env_end, see proc(5)
         self._size = end - self._start
+        self._changed: dict[str, str | None] = {}  # what modules have set at their import; None: removed
         self._key = os.urandom(32)
         self._digest, self._places = json.loads(in_other_process(self._describe))
 
@@ -159,10 +160,22 @@ class Environment:
         """Return whether the modules would have been imported with these variables."""
         return bool(self._digest_of(variables) == self._digest)
 
+    def _differences(self) -> bytes:
+        """Return the names of the variables that are not as they were when this process was executed."""
+        from ctypes import string_at
+
+        now, first = os.environ._data, dict[bytes, bytes]()  # type: ignore[attr-defined]
+        for entry in string_at(self._start, self._size).split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            first.setdefault(name, value)
+        names = [os.fsdecode(name) for name in now.keys() | first.keys() if name and now.get(name) != first.get(name)]
+        return json.dumps(names).encode()
+
     def wipe(self) -> None:
-        """Forget the values."""
+        """Forget the values, but for those that the modules have set."""
         from ctypes import memset
 
+        self._changed = {name: os.environ.get(name) for name in json.loads(in_other_process(self._differences))}
         for name, value in list(os.environ._data.items()):  # type: ignore[attr-defined]
             if len(value) > 1:  # a shorter one is shared by all of Python
                 memset(id(value) + bytes.__basicsize__ - 1, 0, len(value))
@@ -178,6 +191,10 @@ class Environment:
         if self._path is not None:
             os.environ["PYTHONPATH"] = self._path
         self._first.update(os.environ)
+        for name, value in self._changed.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         offset, room = self._places[VARIABLE]
         for name, value in variables.items():
             entry = os.fsencode(f"{name}={value}")
