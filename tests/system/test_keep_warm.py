@@ -10,12 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastirun.agent.processes import proc
 from elastirun.agent.processes.preload import keep_warm, warm_server
+from elastirun.config import Preload
 from tests.support.cluster import Cluster, dies
 from tests.support.until import until
 from tests.system.test_preload import PROBE
@@ -25,11 +28,13 @@ MODULE = """
 import os
 PID = os.getpid()
 """
-SHOWS = """
+SHOWS = r"""
 import json, os, sys
 import warm_module
 command = sys.stdin.readline() if "stdin" in sys.argv else ""
-own = {"importer": warm_module.PID, "pid": os.getpid(), "parent": os.getppid(), "cwd": os.getcwd(), "argv": sys.argv, "stdin": command}
+entries = open("/proc/self/environ").read().split("\0")
+own = {"environ": [entry for entry in entries if entry], "importer": warm_module.PID, "pid": os.getpid(), "parent": os.getppid()}
+own |= {"cwd": os.getcwd(), "argv": sys.argv, "stdin": command}
 print(json.dumps({**os.environ, **own}), flush=True)
 sys.exit(int(os.environ.get("TEST_EXIT", "0")))
 """
@@ -109,6 +114,7 @@ def test_the_next_command_starts_with_what_the_one_before_has_imported(warm: War
     assert first["parent"] != second["parent"]
     assert [one["ELASTIRUN_AGENT"].split("-")[0] for one in (first, second)] == [str(one["parent"]) for one in (first, second)]
     assert "ELASTIRUN_WARM" not in second
+    assert {f"{name}={second[name]}" for name in ("ELASTIRUN_AGENT", "TORCHELASTIC_RUN_ID", "PATH")} <= set(second["environ"])
 
 
 def test_a_command_gets_its_own_folder_variables_of_the_shell_and_exit_status(warm: Warm, tmp_path: Path) -> None:
@@ -214,6 +220,32 @@ def test_the_server_keeps_nothing_of_a_job(warm: Warm) -> None:
     assert os.readlink(f"/proc/{server}/cwd") == "/"
     warm.until_idle(server)
     assert secret.encode() not in memory_of(server)
+
+
+def test_nor_does_the_process_that_has_made_it_to_try_modules(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is then its child, and it waits for the server's end."""
+    secret = os.urandom(8).hex()
+    (warm.module.parent / "tried_module.py").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(warm.folder))
+    folder = keep_warm.open_folder()
+    environment = {**warm.nodes.env, "TEST_SECRET": f"begins-{secret}"}
+    keep_warm._start_server(folder, "0000000a", Preload(("warm_module",), ("tried_module",), keep_warm=60.0), environment)
+    os.close(folder)
+    (server,) = warm.servers()
+    found = proc.look(server)
+    assert found
+    above = found.parent
+    assert Path(f"/proc/{above}/cmdline").read_bytes().startswith(b"elastirun-warm")
+    for pid in (above, server):
+        until(partial(is_at_root, pid), "the values to be forgotten, and then the folder")
+        assert not Path(f"/proc/{pid}/environ").read_bytes().strip(b"\0")
+        assert secret.encode() not in memory_of(pid)
+    warm.stop()
+    assert dies(above)
+
+
+def is_at_root(pid: int) -> bool:
+    return os.readlink(f"/proc/{pid}/cwd") == "/"
 
 
 def opened_by(pid: int) -> list[str]:

@@ -77,7 +77,6 @@ def main(server: Any) -> Callable[[], object]:
     if why:
         os._exit(0)
     environment.wipe()
-    os.chdir("/")
     files = imported_files()
     connection, fds, alive = next_command(listener, folder, name, seconds)
     server.ignore_signals({})
@@ -172,7 +171,7 @@ class Environment:
         return json.dumps(names).encode()
 
     def wipe(self) -> None:
-        """Forget the values, but for those that the modules have set."""
+        """Forget the values, but for those that the modules have set, and the working directory."""
         from ctypes import memset
 
         self._changed = {name: os.environ.get(name) for name in json.loads(in_other_process(self._differences))}
@@ -181,6 +180,7 @@ class Environment:
                 memset(id(value) + bytes.__basicsize__ - 1, 0, len(value))
             del os.environ[os.fsdecode(name)]  # which does not decode the value, as clear() would
         memset(self._start, 0, self._size)
+        os.chdir("/")
 
     def set(self, variables: Mapping[str, str]) -> None:
         """Set the variables of a job, also where other processes see them. Those that differ between jobs get the room of ``VARIABLE``."""
