@@ -641,7 +641,7 @@ def test_a_bug_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> object:
-    def fail(argv: object) -> int:
+    def fail(argv: object, warn: bool) -> int:
         raise error
 
     monkeypatch.setattr(main, "_prepare", fail)
