@@ -166,6 +166,7 @@ def compare(nodes: Cluster, scripts: dict[str, str], modules: str, launches: int
     jobs, draw = Launches(nodes, scripts, modules), random.Random(seed)
     began = time.monotonic()
     cold = {name: jobs.launch(name, "off")[0] for name in scripts}
+    of_scripts = set(os.listdir(jobs.env["TMPDIR"]))  # such as torch's folder of what it has compiled
     print(f"{len(cold)} scripts, cold: {time.monotonic() - began:.0f} s", flush=True)
     samples, servers, seconds, differ, said, left = [], set[int](), [], Counter[str](), Counter[str](), Counter[str]()
     order = [name for _ in range(-(-launches // len(scripts))) for name in draw.sample(jobs.scripts, len(scripts))][:launches]
@@ -193,7 +194,7 @@ def compare(nodes: Cluster, scripts: dict[str, str], modules: str, launches: int
     print(f"{launches} launches of {len(scripts)} scripts, median {sorted(seconds)[launches // 2]:.1f} s; {len(servers)} server")
     print(f"PSS {min(pss)} to {max(pss)} KiB, {grown} KiB grown; descriptors {Counter(one.descriptors for one in settled)}")
     gone = poll(lambda: not jobs.servers() and not jobs.left())
-    files = set(os.listdir(jobs.folder / keep_warm.FOLDER)) | set(os.listdir(jobs.env["TMPDIR"]))
+    files = set(os.listdir(jobs.folder / keep_warm.FOLDER)) | (set(os.listdir(jobs.env["TMPDIR"])) - of_scripts)
     return unless(
         (not differ, f"other than cold: {differ}"),
         (not said, f"warnings: {said}"),
