@@ -20,6 +20,8 @@ s.connect(os.environ["TEST_SOCKET"])
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, lambda signum, frame: s.sendall(signal.Signals(signum).name.encode() + b" "))
 s.sendall(json.dumps({**os.environ, "pid": os.getpid()}).encode() + b"\\n")
+if "TEST_RUNS" in os.environ:
+    os.write(int(os.environ["TEST_RUNS"]), b"x")
 command = s.makefile().readline()
 print("saved", file=sys.stderr)
 sys.exit(int(command))
@@ -28,8 +30,11 @@ sys.exit(int(command))
 STARTER = """
 import os, subprocess, sys
 ours, theirs = os.pipe()
+os.environ["TEST_RUNS"] = str(theirs)
 for i in range(int(sys.argv[2])):
     subprocess.Popen([sys.executable, sys.argv[1]], start_new_session=i % 2 == 1, pass_fds=[theirs])
+for i in range(int(sys.argv[2])):
+    os.read(ours, 1)
 sys.exit(int(sys.argv[3]))
 """
 

@@ -78,21 +78,21 @@ def test_the_word_is_the_command(run: Run) -> None:
 def test_a_script_that_is_called_so_is_started(run: Run, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(path).parent.mkdir(exist_ok=True)
     Path(path).touch()
-    monkeypatch.setattr(main, "_prepare", lambda argv: 5)
+    monkeypatch.setattr(main, "_prepare", lambda argv, warn: 5)
     result = run("status", "--rdzv-endpoint=node0")
     assert (result.status, result.target) == (5, None)
 
 
 @pytest.mark.parametrize("before", ["--standalone", "--no-python", "--"])
 def test_the_word_after_an_option_is_a_script(run: Run, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "_prepare", lambda argv: 5)
+    monkeypatch.setattr(main, "_prepare", lambda argv, warn: 5)
     assert run(before, "status").status == 5
 
 
 @pytest.mark.parametrize("name", ["PET_MODULE", "PET_NO_PYTHON"])
 def test_where_a_variable_says_what_the_script_is_the_word_is_a_script(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("status", "--rdzv-endpoint=node0", **{name: "0"}).status == 0
-    monkeypatch.setattr(main, "_prepare", lambda argv: 5)
+    monkeypatch.setattr(main, "_prepare", lambda argv, warn: 5)
     assert run("status", **{name: "1"}).status == 5
 
 

@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(run: Run, tmp_path: Path
 def test_help_and_a_script_that_is_called_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--help").out.startswith("usage: elastirun report DIR... [--out=report.html]")
     (tmp_path / "report").touch()
-    monkeypatch.setattr(main, "_prepare", lambda argv: 5)
+    monkeypatch.setattr(main, "_prepare", lambda argv, warn: 5)
     assert run("logs").status == 5
 
 
