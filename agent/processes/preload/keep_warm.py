@@ -1,7 +1,7 @@
 """Runs a command with a fork server that an earlier command has left (``--keep-warm``). See ``warm_server.py`` and docs/decisions/0033.
 
 A server serves the commands that are as the one that started it: user, interpreter, packages, environment, limits, control group,
-namespaces and more (``Conditions``). Its name is a digest of all that, with a key of the user's own, so a command finds the right server,
+namespaces and more (``conditions``). Its name is a digest of all that, with a key of the user's own, so a command finds the right server,
 or none, by the name.
 
 The command starts the agent through that server, below it, and stays only to pass signals on and to end as the agent does.
@@ -45,7 +45,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 class NotWarm(Exception):
-    """This command has to do without such a server. The message says why; empty: people need not know."""
+    """This command has to do without such a server. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def open_folder() -> int:
     if _user_is_unmapped():
         raise NotWarm("the user namespace shows other users as this one")
     if run_time and os.stat(run_time).st_uid != os.geteuid():
-        raise NotWarm(f"XDG_RUNTIME_DIR={run_time} belongs to another user")
+        raise NotWarm(f"XDG_RUNTIME_DIR={run_time} belongs to another user; unset it")
     path = f"{run_time}/{FOLDER}" if run_time else f"/tmp/{FOLDER}-{os.geteuid()}"
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -153,7 +153,7 @@ def conditions(preload: Preload, environment: Mapping[str, str]) -> dict[str, An
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {
         "preload": [preload.modules, preload.tried],
-        "programs": [_stamp(path) for path in (sys.executable, forkserver.__file__, warm_server.__file__)],
+        "programs": [warm_server.stamp(path) for path in (sys.executable, forkserver.__file__, warm_server.__file__)],
         "version": [sys.version, sys.executable, sys.prefix],
         "packages": sorted(_packages()),
         "environment": sorted(item for item in environment.items() if item[0] not in ignored),
@@ -164,7 +164,7 @@ def conditions(preload: Preload, environment: Mapping[str, str]) -> dict[str, An
         "files": [_content(f"/proc/self/{name}") for name in FILES.split()],
         "memory policy": _content("/proc/self/numa_maps").partition("\n")[0].split(" ")[1:2],
         "namespaces": sorted(os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")),
-        "root": _stamp("/")[1:],
+        "root": [os.stat("/").st_dev, os.stat("/").st_ino],
         "scheduling": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority, os.getpriority(os.PRIO_PROCESS, 0)],
     }
 
@@ -179,11 +179,6 @@ def _packages() -> Iterator[tuple[str, str, int]]:
                 for entry in entries
                 if entry.name.endswith((".dist-info", ".egg-info", ".pth"))
             )
-
-
-def _stamp(path: str) -> tuple[Any, ...]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_dev, found.st_ino
 
 
 def _content(path: str) -> str:

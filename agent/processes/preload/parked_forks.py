@@ -177,7 +177,10 @@ class ParkedForks(Part):
         self._selector.register(started.pidfd, selectors.EVENT_READ, partial(self._on_end, server))
 
     def _take_over(self, given: StartedServer) -> tuple[socket.socket, Spawned]:
-        """Return the same of a server that was there before this object. One that has stayed is told for which environment it serves."""
+        """Return the agent's end of the control socket of a server that runs already, and its process. Raises OSError.
+
+        A server of an earlier job is told the environment of this one.
+        """
         ours = socket.socket(fileno=given.control)
         ours.set_inheritable(False)
         ours.settimeout(FORK_LIMIT)
@@ -203,11 +206,6 @@ class ParkedForks(Part):
             failed, reads, obstacle = dict(report["failed"]), dict(report["reads"]), str(report["obstacle"])
         except (ValueError, KeyError, TypeError):
             return  # it has ended, or is about to
-        if report.get("differs"):
-            self._tell("the fork server that has stayed has another environment; a new one is started")
-            self._drop()
-            self._start()
-            return
         for module, why in failed.items():
             self._tell(f"{module} cannot be imported: {why}")
         if obstacle:

@@ -13,9 +13,9 @@ file with its command and environment. Below the server these processes come int
 - the *waiter*, which sends the agent's pid to the command, and its exit status at the end;
 - the *agent*, child of the waiter: it is executed with the command and the environment. When the command dies, however it does, the
   kernel kills the agent, because the connection is closed;
-- the job's own fork server, child of the agent, forked before the agent is executed. It gets environment and control group from the agent.
+- the job's own fork server, child of the agent, forked before the agent is executed. It gets its environment from the agent.
 
-The server itself never sees a job. It keeps no value of the environment: of what its own was it has a digest with a key of its own.
+The server itself never sees a job, and keeps no value of the environment: what may not differ between jobs is in the digest that is NAME.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(server: Any) -> Callable[[], object]:
     sys.argv[:] = [""]  # modules must not see those of one job
     server.set_title(["elastirun-warm", *modules])
     os.environ.pop(VARIABLE, None)
-    environment = Environment(server._ENVIRON, server.ROUND_NAMES)
+    environment = Environment(server._ENVIRON)
     server.watched_names |= OF_JOB | OF_SHELL
     with socket.socket(fileno=fd) as ready:
         before, why = load(server, modules, tried, environment)
@@ -119,45 +119,32 @@ def stamp(path: str) -> tuple[int, ...]:
 
 
 class Environment:
-    """The environment in which the modules were imported: as a digest, and where each variable stood for ps and the guard.
+    """The environment in which the modules were imported: where each variable stood for ps and the guard, and what modules have set.
 
-    ``first``: a dict for the variables as Python finds them, empty so far. ``ignored``: names that may differ between jobs, besides those
-    that this file names.
+    ``first``: a dict for the variables as Python finds them, empty so far.
     """
 
-    def __init__(self, first: dict[str, str], ignored: frozenset[str]) -> None:
+    def __init__(self, first: dict[str, str]) -> None:
         self._first = first
-        self._ignored = ignored | OF_JOB | OF_SHELL | {VARIABLE}
         self._path = os.environ.get("PYTHONPATH")  # without the folder of our sitecustomize, which has taken that out again
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         self._start, end = int(fields[47]), int(fields[48])  # env_start and env_end, see proc(5)
         self._size = end - self._start
         self._changed: dict[str, str | None] = {}  # what modules have set at their import; None: removed
-        self._key = os.urandom(32)
-        self._digest, self._places = json.loads(in_other_process(self._describe))
+        self._places = json.loads(in_other_process(self._find_places))
 
-    def _describe(self) -> bytes:
-        """Return the digest, and the offset and the length of each variable by its name. This leaves values in the memory."""
+    def _find_places(self) -> bytes:
+        """Return the offset and the length of each variable by its name. This leaves values in the memory."""
         from ctypes import string_at
 
-        places, values, offset = {}, {}, 0
+        places, offset = dict[str, tuple[int, int]](), 0
         for entry in string_at(self._start, self._size).split(b"\0"):
-            name, _, value = os.fsdecode(entry).partition("=")
-            if name and name not in places:
-                places[name], values[name] = (offset, len(entry)), value
+            name = os.fsdecode(entry.partition(b"=")[0])
+            if name:
+                places.setdefault(name, (offset, len(entry)))
             offset += len(entry) + 1
-        return json.dumps([self._digest_of(values), places]).encode()
-
-    def _digest_of(self, variables: Mapping[str, str]) -> str:
-        from hashlib import blake2b
-
-        compared = sorted(item for item in variables.items() if item[0] not in self._ignored)
-        return blake2b(json.dumps(compared).encode(), key=self._key).hexdigest()
-
-    def is_same(self, variables: Mapping[str, str]) -> bool:
-        """Return whether the modules would have been imported with these variables."""
-        return bool(self._digest_of(variables) == self._digest)
+        return json.dumps(places).encode()
 
     def _differences(self) -> bytes:
         """Return the names of the variables that are not as they were when this process was executed."""
@@ -443,12 +430,8 @@ def be_fork_server(server: Any, agent: int, control: socket, environment: Enviro
     if message is None:  # the agent has ended, or does without
         os._exit(0)
     server.set_title([sys.executable, "-u", server.__file__, "warm", *message["argv"]])
-    trouble = {"failed": {}, "reads": {}, "obstacle": ""}
-    if not environment.is_same(message["environment"]):
-        control.sendall(json.dumps({**trouble, "differs": True}).encode() + b"\n")
-        os._exit(0)
     environment.set(message["environment"])
     importlib.invalidate_caches()
-    server.report(control, trouble)
+    server.report(control, {"failed": {}, "reads": {}, "obstacle": ""})
     run: Callable[[], object] = server.make_forks(agent, control, before)
     return run
