@@ -106,6 +106,10 @@ def warm(nodes: Cluster) -> Iterator[Warm]:
     warm.stop()
 
 
+def test_who_looks_for_servers_makes_no_folder(warm: Warm) -> None:
+    assert warm.servers() == [] and not list(warm.folder.iterdir())
+
+
 def test_the_next_command_starts_with_what_the_one_before_has_imported(warm: Warm) -> None:
     first = warm.shown()
     (server,) = warm.servers()
@@ -227,7 +231,7 @@ def test_nor_does_the_process_that_has_made_it_to_try_modules(warm: Warm, monkey
     secret = os.urandom(8).hex()
     (warm.module.parent / "tried_module.py").touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(warm.folder))
-    folder = keep_warm.open_folder()
+    folder = keep_warm.open_folder(make=True)
     environment = {**warm.nodes.env, "TEST_SECRET": f"begins-{secret}"}
     keep_warm._start_server(folder, "0000000a", Preload(("warm_module",), ("tried_module",), keep_warm=60.0), environment)
     os.close(folder)

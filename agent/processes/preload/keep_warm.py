@@ -84,7 +84,7 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
     command = {"argv": [sys.executable, *sys.orig_argv[1:]], "environment": dict(os.environ)}
     agent = StartedAgent({*PASSED_ON, *(signal.Signals[name] for name in signals)})
     try:
-        folder = open_folder()
+        folder = open_folder(make=True)
         try:
             connection = _start_agent(agent, folder, preload, environment, command)
         finally:
@@ -100,8 +100,8 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
 # -- the folder
 
 
-def open_folder() -> int:
-    """Return a descriptor of the folder of this user's servers, which is made if there is none. Raises NotWarm and OSError."""
+def open_folder(make: bool = False) -> int:
+    """Return a descriptor of the folder of this user's servers; with ``make`` it is made if there is none. Raises NotWarm and OSError."""
     run_time = os.environ.get("XDG_RUNTIME_DIR")
     if os.getuid() != os.geteuid() or os.getgid() != os.getegid():
         raise NotWarm("this process runs as another user than the one who started it")
@@ -110,8 +110,9 @@ def open_folder() -> int:
     if run_time and os.stat(run_time).st_uid != os.geteuid():
         raise NotWarm(f"XDG_RUNTIME_DIR={run_time} belongs to another user; unset it")
     path = f"{run_time}/{FOLDER}" if run_time else f"/tmp/{FOLDER}-{os.geteuid()}"
-    with suppress(FileExistsError):
-        os.mkdir(path, 0o700)
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(folder)
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -355,8 +356,11 @@ class StartedAgent:
 
 
 def servers() -> list[WarmServer]:
-    """Return the servers of this user. Raises NotWarm and OSError."""
-    folder = open_folder()
+    """Return the servers of this user. Makes no folder. Raises NotWarm and OSError."""
+    try:
+        folder = open_folder()
+    except FileNotFoundError:
+        return []
     try:
         return list(_servers(folder))
     finally:
