@@ -499,7 +499,8 @@ def test_what_belongs_to_another_user_is_not_used(warm: Warm, what: str) -> None
     elif what == "server":
         warm.shown()
         (name,) = warm.files() - {"key"}
-        (folder / name).unlink()
+        warm.stop()
+        (folder / name).unlink(missing_ok=True)
         words, pipe = [sys.executable, "-c", LISTENS, name], subprocess.PIPE
         with subprocess.Popen(words, cwd=folder, stdout=pipe, stdin=pipe) as other:
             assert other.stdout and other.stdout.readline()
