@@ -16,6 +16,7 @@ from tests.support.etcd_server import Etcd, Member, etcd, skip_if_killing_loses_
 
 BEAT = 0.01
 LONGEST = 30.0  # seconds without a write, ten times what it takes
+EXPIRE = 2 * LONGEST  # the row's lease is longer than any gap, because the writer does not renew it
 KEY = "elastirun/job/node/a"
 
 
@@ -173,7 +174,7 @@ def test_no_write_is_lost_or_done_twice_when(
     request: pytest.FixtureRequest,
 ) -> None:
     key, said = f"{KEY}-{request.node.name}", list[str]()
-    writer = Writer(connector(cluster.endpoints, say=said.append), key)
+    writer = Writer(connector(cluster.endpoints, expire=EXPIRE, say=said.append), key)
     try:
         writer.writes(20)
         fault(cluster, who(cluster, writer), writer)
@@ -190,7 +191,7 @@ def test_no_write_is_lost_or_done_twice_when(
 
 def test_a_cluster_that_is_started_anew_one_after_the_other_is_never_away(cluster: Etcd) -> None:
     key = f"{KEY}-rolling"
-    writer = Writer(connector(cluster.endpoints), key)
+    writer = Writer(connector(cluster.endpoints, expire=EXPIRE), key)
     try:
         for member in cluster.members:
             writer.writes(20)
