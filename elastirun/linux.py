@@ -4,6 +4,7 @@ conda's Python, and that of uv until July 2026, were built for glibc 2.17 and ha
 Each function is Python's own where there is one. Errors: OSError. Imports little, because the guard imports this module.
 """
 
+import functools
 import os
 import signal
 import socket
@@ -59,12 +60,19 @@ def _call(function: str, *arguments: int | bytes) -> int:
     """Call a function of the C library. Return its result, or raise the OSError that errno names."""
     import ctypes
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    result: int = libc[function](*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
+    result: int = getattr(_libc(), function)(*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return result
+
+
+@functools.cache
+def _libc() -> object:
+    """Return the C library. An idle agent sets its guard's timer twice a second, and to load it anew takes longer than all else in that."""
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class MemoryStore:
@@ -24,6 +24,15 @@ class MemoryStore:
             if self._data.get(key) == expected:
                 self._data[key] = value
             return self._data.get(key)
+
+    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
+        return self.put_if(key, expected, value), self.get(keys) if keys else {}
+
+    def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
+        return None
+
+    def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
+        return None
 
     def keep_alive(self, key: str) -> bool:
         with self._lock:

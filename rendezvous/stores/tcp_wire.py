@@ -11,6 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import pairwise
 
 from elastirun import clock
 
@@ -36,6 +37,11 @@ def put(key: str, value: bytes) -> bytes:
 def compare_set(key: str, expected: bytes, value: bytes) -> bytes:
     """Return the request to set ``key`` if it holds ``expected``. It is answered with the value of the key; without one, ``expected``."""
     return b"\x02" + _key(key) + _text(expected) + _text(value)
+
+
+def read(key: str, never: bytes) -> bytes:
+    """Return the request to read ``key``. It is answered with the value; without one, ``never``, which is no value of any key."""
+    return compare_set(key, never, never)
 
 
 def delete_key(key: str) -> bytes:
@@ -115,18 +121,49 @@ class TcpConnection:
         self._until += more / SLOWEST
         return value
 
-    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """Return the values of those ``keys`` that exist. A comparison that never holds is answered with the present value."""
-        wanted, never, found = deque(keys), os.urandom(16), {}
+    def values(self, requests: Iterable[bytes]) -> list[bytes]:
+        """Send ``requests`` that are answered with a value each, in as few pieces as possible. Return the values."""
+        wanted, values = deque(requests), list[bytes]()
         while wanted:
-            some = [wanted.popleft()]
-            requests = compare_set(some[0], never, never)
-            while wanted and len(requests) + len(more := compare_set(wanted[0], never, never)) <= AT_ONCE:
+            some, size = [wanted.popleft()], 0
+            while wanted and (size := size + len(some[-1])) + len(wanted[0]) <= AT_ONCE:
                 some.append(wanted.popleft())
-                requests += more
-            self.send(requests)
-            found.update({key: value for key in some if (value := self.value()) != never})
-        return found
+            self.send(b"".join(some))
+            values += [self.value() for _ in some]
+        return values
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Return the values of those ``keys`` that exist."""
+        wanted, never = list(keys), os.urandom(16)
+        values = self.values(read(key, never) for key in wanted)
+        return {key: value for key, value in zip(wanted, values, strict=True) if value != never}
+
+    def ask(self, data: bytes) -> int:
+        """Send ``data``, of AT_ONCE bytes at most, without waiting. Return the descriptor that is readable when answers have arrived."""
+        self._until, self._large = clock.now() + self.limit, LARGEST
+        self._socket.settimeout(0.0)
+        if self._socket.send(data) < len(data):
+            raise TimeoutError("what was sent before has not been taken")
+        return self._socket.fileno()
+
+    def arrived(self, count: int) -> list[bytes] | None:
+        """Return the next ``count`` values, without waiting; None: they have not all arrived. ``ValueError``: no store holds such a one."""
+        self._socket.settimeout(0.0)
+        with suppress(BlockingIOError):
+            if not (more := self._socket.recv(1 << 16)):
+                raise ConnectionError("the other side has hung up")
+            self._arrived += more
+        ends = [0]
+        for _ in range(count):
+            length = int.from_bytes(self._arrived[ends[-1] : ends[-1] + 8], "little")
+            if length > LARGEST:
+                raise ValueError(f"a value of {length} bytes")
+            ends.append(ends[-1] + 8 + length)
+            if ends[-1] > len(self._arrived):
+                return None
+        values = [bytes(self._arrived[begin + 8 : end]) for begin, end in pairwise(ends)]
+        del self._arrived[: ends[-1]]
+        return values
 
     def wait(self, key: str, seconds: float) -> bool:
         """Wait until ``key`` exists, for ``seconds`` at most. Return whether it does."""

@@ -140,6 +140,15 @@ class EtcdStore:
                 return value
         return now.value if now else None
 
+    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
+        return self.put_if(key, expected, value), self.get(keys) if keys else {}
+
+    def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
+        return None
+
+    def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
+        return None
+
     def keep_alive(self, key: str) -> bool:
         return self._lease.keep_alive(self._client)
 
