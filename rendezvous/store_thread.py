@@ -140,8 +140,7 @@ class StoreThread(Exchanges[StoreConnection]):
 
     def _abandon(self, connection: StoreConnection) -> None:
         connection.requests.put(None)
-        busy = self._pending and connection.beat is None  # an idle thread ends by itself, as soon as it gets a processor
-        if connection.thread is not None and busy:
+        if connection.thread is not None and self._pending:  # an idle thread ends by itself, as soon as it gets a processor
             self._abandoned.append((connection.at, connection.thread))
 
     def _start(self, connection: StoreConnection) -> str:
