@@ -7,6 +7,9 @@ from elastirun import early_signals, standard_streams
 def main() -> None:
     early_signals.install()
     standard_streams.open_closed()
+    from elastirun.agent.processes.preload import torch_library
+
+    torch_library.load_if_warm()
     from elastirun.cli import main  # imports click and much else
 
     main.main()
