@@ -94,4 +94,4 @@ def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
     at(WorldChange, "_switch", *(lambda change, *_, one=one: one if change._thread is not None else "" for one in trains))
     at(state_slices.Sender, "go_on", lambda one: f"sends {one._sent}", lambda one: f"sent {one._sent}")
     at(state_slices.Receiver, "go_on", lambda one: f"takes {one._received}", lambda one: f"took {one._received}")
-    state_slices.SLICE, state_slices.FLOW = slice_bytes, 0
+    state_slices.UNIT, state_slices.SECONDS, state_slices.PART = slice_bytes, 0, 0

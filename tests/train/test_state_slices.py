@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainSta
 from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import ModelMismatch
 from elastirun.train.live import state_slices
+from elastirun.train.live.slice_memory import SliceMemory, accept, offer
 from elastirun.train.live.state_slices import Receiver, Sender, belonging, cut
 from elastirun.train.state.tree import flatten
 from tests.support.worlds import run
@@ -68,9 +70,16 @@ def values(state: TrainState) -> tuple[Any, ...]:
     return {name: tensor.tolist() for name, tensor in flat.tensors.items()}, flat.tree
 
 
-def transfers(rank: int, world: int, optimizer: str, most: int = 64, pieces: int = 1000) -> tuple[int, tuple[Any, ...]]:
-    """Rank 1 is new: it makes the steps of rank 0 without data of its own, and gets rank 0's state meanwhile."""
-    state_slices.SLICE = most
+def transfers(
+    rank: int, world: int, optimizer: str, unit: int = 64, pieces: int = 1000, near: bool = True, seconds: float = 0.0, slow: int = -1
+) -> tuple[int, tuple[Any, ...]]:
+    """Rank 1 is new: it makes the steps of rank 0 without data of its own, and gets rank 0's state meanwhile.
+
+    ``near``: through memory that both map; ``seconds``: that a slice may take; ``slow``: a rank that copies slowly.
+    """
+    state_slices.UNIT, state_slices.SECONDS = unit, seconds
+    if slow == rank:
+        state_slices._bytes = slowly  # type: ignore[assignment]
     state, model = made(rank, optimizer)
     group = dist.group.WORLD
     assert group is not None
@@ -79,7 +88,12 @@ def transfers(rank: int, world: int, optimizer: str, most: int = 64, pieces: int
             make_step(state, model, batch)
     model.set_samples(1 - rank)
     WorldSwitch(model).hold_plan(True)
-    work = Sender(state, [1], group, [0.5], 0.0, pieces) if rank == 0 else Receiver(state, 0, group)
+    if rank == 0:
+        memory, has_it = offer([1], group, 1 << 20, 1000) if near else (SliceMemory(1 << 20), [])
+        assert has_it == [1] * near
+        work: Sender | Receiver = Sender(state, [1], group, [0.5], 0.0, pieces, memory, has_it)
+    else:
+        work = Receiver(state, 0, group, accept(0, group, 1000) if near else None)
     steps = 0
     for batch in state["data"]:
         work.go_on()
@@ -94,10 +108,34 @@ def transfers(rank: int, world: int, optimizer: str, most: int = 64, pieces: int
     return steps, values(state)
 
 
+whole_bytes = state_slices._bytes
+
+
+def slowly(tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    time.sleep(0.02)
+    return whole_bytes(tensor, start, stop)
+
+
+@pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-def test_a_new_rank_has_the_same_state_although_all_train_meanwhile(optimizer: str) -> None:
-    (steps, first), second = run(2, transfers, optimizer)
+def test_a_new_rank_has_the_same_state_although_all_train_meanwhile(optimizer: str, near: bool) -> None:
+    (steps, first), second = run(2, transfers, optimizer, 64, 1000, near)
     assert second == (steps, first) and steps > 1
+
+
+def test_a_slice_in_memory_has_as_much_as_can_be_copied_in_its_time() -> None:
+    (steps, first), second = run(2, transfers, "Adam", 64, 1000, True, 1e9)
+    assert second == (steps, first) and steps == 1  # before the rest, which comes by itself
+    (steps, first), second = run(2, transfers, "Adam", 64, 1000, True, 0.05, 0)  # the sender takes longer for a unit
+    assert second == (steps, first) and steps > 1
+
+
+def test_a_slice_through_a_connection_is_as_large_as_the_one_before_was_fast() -> None:
+    (steps, first), second = run(2, transfers, "Adam", 64, 1000, False, 1e9)
+    assert second == (steps, first) and steps == 2  # the first slice has one unit
+    (most, first), second = run(2, transfers, "Adam", 64, 1000, False, 0.0)
+    (steps, first), second = run(2, transfers, "Adam", 64, 1000, False, 0.02, 1)  # the new rank takes longer for a unit
+    assert second == (steps, first) and steps == most > 2
 
 
 def test_what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice() -> None:
@@ -150,6 +188,26 @@ def test_what_an_optimizer_keeps_only_later_comes_with_the_rest() -> None:
     assert second == (steps, first) and steps > 6
 
 
+def transfers_flags(rank: int, world: int) -> tuple[int, tuple[Any, ...]]:
+    def with_flags(seed: int, optimizer: str) -> tuple[TrainState, DistributedDataParallel]:
+        torch.manual_seed(seed)
+        net = nn.Linear(4, 2)
+        net.register_buffer("flags", torch.tensor([True, seed == 0, False]))
+        model = DistributedDataParallel(net, init_sync=False, check_replicas_every=0)
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        loader = ElasticDataLoader(Numbers(), global_batch_size=16)
+        return TrainState(model=model, optimizer=adam, scheduler=torch.optim.lr_scheduler.ExponentialLR(adam, 0.9), data=loader), model
+
+    global made
+    made = with_flags
+    return transfers(rank, world, "Adam", 1000)
+
+
+def test_tensors_of_any_size_come_together() -> None:
+    (steps, first), second = run(2, transfers_flags)
+    assert second == (steps, first) and steps == 0
+
+
 def test_a_state_that_has_more_than_the_script_makes_is_a_mismatch() -> None:
     assert run(2, grown) == ["", "ModelMismatch"]
 
@@ -164,10 +222,10 @@ def grown(rank: int, world: int) -> str:
         adam.add_param_group({"params": net[1].parameters()})
         net(torch.ones(1, 4)).sum().backward()
         adam.step()
-        Sender(state, [1], group, [], 0.0, 100).finish()
+        Sender(state, [1], group, [], 0.0, 100, SliceMemory(1000), []).finish()
         return ""
     try:
-        Receiver(state, 0, group)
+        Receiver(state, 0, group, None)
     except ModelMismatch as error:
         return type(error).__name__
     return "none"

@@ -101,3 +101,9 @@ def finish_message(work: dist.Work | None, limit: timedelta) -> None:
 def _give_up_if_cut() -> None:
     if live_sockets.cut_for() > LATEST:
         raise RuntimeError("the connections of the process group are cut, and gloo does not end a wait for one of them")
+
+
+def limit_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of ``group``. Messages between two ranks need it: theirs is the one with which the connections were made."""
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found

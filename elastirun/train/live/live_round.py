@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 CONNECT = timedelta(seconds=2)  # for one attempt; the agent that serves the store may still be importing torch
 NAPS = 0.001, 0.02  # seconds between two looks at the store, the first and the longest
+NAP_SWITCH = 0.003  # the longest where those that train wait meanwhile
 LOOK = 0.01  # seconds between two looks for ranks that are ready; each is one exchange with the store, by one rank, while some are missing
 COME = 30.0  # seconds for ranks that begin a round with a state; it takes milliseconds, so one that does not come hangs
 TOGETHER = 0.3  # seconds for which the first that is ready waits for the others, so that one change of the world takes them all in
@@ -144,7 +145,7 @@ class LiveRound:
 
         Ends the process, with code 0, if training ends before.
         """
-        self._wait(lambda: self._unless_over(self._store.check([f"switched/{world.number}"]) or None))
+        self._wait(lambda: self._unless_over(self._store.check([f"switched/{world.number}"]) or None), longest=NAP_SWITCH)
 
     def end_if_over(self, within: float) -> None:
         """End the process, with code 0, if training ends within so many seconds. Returns before if the agent wants this worker to leave."""
@@ -216,12 +217,12 @@ class LiveRound:
         if not self._stopped.wait(AGAIN) and not self._asked():
             self._store = self._opened() or self._store
 
-    def _wait(self, look: Callable[[], T | None], limit: float = math.inf) -> T:
+    def _wait(self, look: Callable[[], T | None], limit: float = math.inf, longest: float = NAPS[1]) -> T:
         """Return what ``look`` returns when that is not None; it may be called again where it has failed.
 
         Raises RuntimeError after ``limit`` seconds, or if the store is away for ``AWAY``.
         """
-        (nap, longest), now = NAPS, time.monotonic()
+        nap, now = NAPS[0], time.monotonic()
         end, missed = now + limit, math.inf  # since when the store is away
         while not (self._asked() or self._stopped.is_set()):  # before each look: torch would write a page of a connection that is cut
             try:

@@ -9,9 +9,10 @@ optimizer needs more than single elements.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,19 +21,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastirun.train.errors import ModelMismatch
-from elastirun.train.groups.waits import finish_message
+from elastirun.train.groups.waits import finish_message, limit_of
+from elastirun.train.live.slice_memory import TAG, SliceMemory
 from elastirun.train.state.loading import load, targets
 from elastirun.train.state.per_rank import PerRank
 from elastirun.train.state.train_state import TrainState
 from elastirun.train.state.tree import Flat, flatten
 from elastirun.train.state.values import DTYPES, decode_values, encode_values
 
-SLICE = 8 << 20  # bytes of a slice at least: copied within 2 ms, which is what it costs those that train
+UNIT = 4 << 20  # bytes that are copied between two looks at the clock, within a millisecond; each slice has at least so many
 LARGEST = 256 << 20  # bytes of a slice, of which each rank has a copy; where it is not enough, the state comes at once, without a copy
-FLOW = 100_000_000  # bytes for each second that a step takes: where steps are long, so may be the copies
+# The time that a slice may cost those that train: so many seconds, or this part of a step, where that is more.
+SECONDS, PART = 0.012, 0.05
 # Those of torch.optim that change each element of a parameter by its own gradient and its own part of the optimizer's state alone.
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
-TAG = 0x51CE  # of these messages: the script may send others
 TensorRange = tuple[str, int, int]  # elements of a tensor: its name, the first one, and the one after the last
 
 
@@ -78,80 +80,114 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _due(done: int, slices: int, together: bool) -> Sequence[int]:
-    """Return the numbers of the pieces that are sent after this step: a slice; if ``together``, what is left comes with the last one."""
-    return (done, slices) if done == slices - 1 and together else (done,)
-
-
 class Sender:
-    """Sends the state of this rank to the new ``ranks`` of ``group``.
+    """Sends the state of this rank to the new ``ranks`` of ``group``, in slices that take as long as ``SECONDS`` and ``PART`` say.
 
-    ``more``: numbers that they get with it. ``seconds``: how long a step takes. ``pieces``: in so many at most.
+    ``more``: numbers that they get with it. ``seconds``: how long a step takes. ``pieces``: in so many at most. ``memory``: for the
+    slices; the ranks ``near`` have mapped it.
     """
 
     def __init__(
-        self, state: TrainState, ranks: Sequence[int], group: dist.ProcessGroup, more: Sequence[float], seconds: float, pieces: int
+        self,
+        state: TrainState,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        more: Sequence[float],
+        seconds: float,
+        pieces: int,
+        memory: SliceMemory,
+        near: Collection[int],
     ) -> None:
-        self._state, self._ranks, self._group, self._limit = state, ranks, group, limit_of(group)
+        self._state, self._ranks, self._group, self._memory = state, ranks, group, memory
+        self._far = [rank for rank in ranks if rank not in near]
+        self._limit = limit_of(group)
         flat = flatten(_shared(state))
         self._sizes = {name: (tensor.numel(), tensor.element_size()) for name, tensor in flat.tensors.items()}
-        together = belonging(state, flat.tensors) if pieces > 1 else []
-        self._slices = cut(self._sizes, together, most := max(SLICE, int(FLOW * seconds)))
-        while len(self._slices) >= pieces > 1:  # and one more for what is in no slice
-            self._slices = cut(self._sizes, together if most < LARGEST else [], most := most + most // 4)
-        self._sent = 0
-        self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
+        self._units = cut(self._sizes, belonging(state, flat.tensors) if pieces > 1 else [], UNIT)
+        self._sent = 0  # units; one more, when what is in no unit is sent, too
+        self._left = pieces - 1  # slices at most: what is in no unit comes after them
+        if self._least * UNIT > LARGEST:
+            self._units = []
+        self._seconds = max(SECONDS, PART * seconds)  # that a slice may take
+        self._most = UNIT if self._far else LARGEST  # bytes of the next slice; a connection may be slow, so it is measured first
+        self._took: list[Tensor] = []  # seconds that the last slice took, as this rank and the new ones have measured
+        self._bytes = 0  # of the last slice
         self._under_way: list[tuple[Any, Tensor]] = []  # each with its message, which must stay until then
-        rest = _rest(state, flat.tensors, self._slices)
-        self._together = _nbytes_of(rest, flat.tensors) <= SLICE  # as it is now: the new ranks cannot know what it will be
-        self._begin_text(_described(flat, self._slices, more, rest, self._together))
+        rest = _rest(state, flat.tensors, self._units)
+        self._together = _nbytes_of(rest, flat.tensors) <= UNIT  # as it is now: the new ranks cannot know what it will be
+        self._begin_text(_described(flat, self._units, more, rest, self._together))
 
     @property
     def done(self) -> bool:
         """Whether everything is sent."""
-        return self._sent > len(self._slices)
+        return self._sent > len(self._units)
+
+    @property
+    def _least(self) -> int:
+        """Return how many units the next slice has at least, so that all come in time."""
+        return max(1, -(-(len(self._units) - self._sent) // max(1, self._left)))
 
     def go_on(self) -> None:
         """Send the next slice; with the last one, or after it, what is left. Another step may begin while a slice is on its way."""
-        self._wait()  # the new ranks have taken part in the last step: they have it
+        if self._sent:
+            self._wait()  # the new ranks have taken part in the last step: they have it
         flat = flatten(_shared(self._state))
-        slices = len(self._slices)
-        for number in _due(self._sent, slices, self._together):
-            if number < slices:
-                self._begin_slice(flat, self._slices[number])
-            else:
-                self._begin_rest(flat, _rest(self._state, flat.tensors, self._slices))
+        is_slice = self._sent < len(self._units)
+        if is_slice:
+            self._begin_slice(flat)
+        if self._sent == len(self._units) and (self._together or not is_slice):
+            self._begin_rest(flat, _rest(self._state, flat.tensors, self._units))
             self._sent += 1
+
+    def _begin_slice(self, flat: Flat) -> None:
+        begun, least, first, at = time.monotonic(), self._sent + self._least, self._sent, 0
+        if self._took:
+            self._most = min(LARGEST, max(UNIT, int(self._bytes * self._seconds / max(float(max(self._took)), 1e-6))))
+        for unit in self._units[first:]:
+            size = _nbytes(unit, self._sizes)
+            if self._sent >= least and (at + size > self._most or time.monotonic() - begun > self._seconds):
+                break
+            self._memory.allocate(at + size)
+            for name, start, stop in unit:
+                piece = _bytes(flat.tensors[name], start, stop)
+                self._memory.data[at : at + len(piece)] = piece
+                at += len(piece)
+            self._sent += 1
+            self._memory.say_written(self._sent)
+        self._memory.end_slice()
+        self._left -= 1
+        for rank in self._far:
+            self._begin(torch.tensor([self._sent - first], dtype=torch.int64, device="cpu"), [rank])
+            self._begin(self._memory.data[:at], [rank])
+        self._bytes = at
+        self._took = [torch.tensor([time.monotonic() - begun], dtype=torch.float64, device="cpu")]
+        for rank in self._ranks:
+            self._took.append(box := torch.zeros(1, dtype=torch.float64, device="cpu"))
+            self._under_way.append((dist.irecv(box, rank, self._group, TAG), box))
+
+    def _begin_rest(self, flat: Flat, rest: Sequence[str]) -> None:
+        """Send what is in no unit: in a copy, so that another step may change it; much of it as it is, which is waited for."""
+        self._begin_text(_described(flat, [], (), rest, self._together))
+        pieces = [_bytes(flat.tensors[name].contiguous()).cpu() for name in rest]
+        if _nbytes_of(rest, flat.tensors) <= UNIT:
+            self._begin(torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *pieces]), self._ranks)
+            return
+        for piece in pieces:
+            self._begin(piece, self._ranks)
+        self._wait()
 
     def finish(self) -> None:
         """Wait for what is on its way. The new ranks have it."""
         self._wait()
+        self._memory.give_back()
 
-    def _begin_slice(self, flat: Flat, part: Sequence[TensorRange]) -> None:
-        box, at = self._staging[: _nbytes(part, self._sizes)], 0
-        for name, start, stop in part:
-            piece = _bytes(flat.tensors[name], start, stop)
-            box[at : at + len(piece)] = piece
-            at += len(piece)
-        self._begin(box)
-
-    def _begin_rest(self, flat: Flat, rest: Sequence[str]) -> None:
-        """Send what is in no slice: in a copy, so that another step may change it; much of it as it is, which is waited for."""
-        much = _nbytes_of(rest, flat.tensors) > SLICE
-        self._begin_text(_described(flat, self._slices, (), rest, self._together))
-        for name in rest:
-            data = _bytes(flat.tensors[name].contiguous())
-            self._begin(data.to("cpu", copy=not much))
-        if much:
-            self._wait()
-
-    def _begin(self, box: Tensor) -> None:
-        self._under_way += [(dist.isend(box, rank, self._group, TAG), box) for rank in self._ranks]
+    def _begin(self, box: Tensor, ranks: Sequence[int]) -> None:
+        self._under_way += [(dist.isend(box, rank, self._group, TAG), box) for rank in ranks]
 
     def _begin_text(self, text: str) -> None:
         data = bytearray(text.encode())
-        self._begin(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
-        self._begin(torch.frombuffer(data, dtype=torch.uint8))
+        self._begin(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), self._ranks)
+        self._begin(torch.frombuffer(data, dtype=torch.uint8), self._ranks)
 
     def _wait(self) -> None:
         for work, _ in self._under_way:
@@ -165,41 +201,58 @@ class Receiver:
     From the beginning the plain values are right, and the optimizer's counts of steps; after each ``go_on`` one slice more.
     """
 
-    def __init__(self, state: TrainState, source: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, state: TrainState, source: int, group: dist.ProcessGroup, memory: SliceMemory | None) -> None:
         self._state, self._source, self._group, self._limit = state, source, group, limit_of(group)
-        self._received = 0
+        self._memory = memory  # of the source; None: slices come through ``group``
+        self._received = 0  # units; one more, when what is in no unit has come, too
         told = self._receive_values()
-        self._slices: list[list[TensorRange]] = [[(name, start, stop) for name, start, stop in one] for one in told["slices"]]
+        self._units: list[list[TensorRange]] = [[(name, start, stop) for name, start, stop in one] for one in told["units"]]
         self.more: list[float] = told["more"]
         self._together: bool = told["together"]
-        self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
 
     @property
     def done(self) -> bool:
         """Whether the state is whole."""
-        return self._received > len(self._slices)
+        return self._received > len(self._units)
 
     def go_on(self) -> None:
         """Wait for the next slice; with the last one, or after it, for what is left."""
-        slices = len(self._slices)
-        for number in _due(self._received, slices, self._together):
-            if number < slices:
-                self._take_slice(self._slices[number])
-            else:
-                told = self._receive_values()  # there may be more of it than at the beginning
-                for name in told["rest"]:
-                    tensor = self._wanted[name]
-                    came = self._receive(torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu"))
-                    tensor.detach().copy_(came.view(tensor.dtype).view(tensor.shape))
-                self._load(told)
+        is_slice = self._received < len(self._units)
+        if is_slice:
+            self._take_slice()
+        if self._received == len(self._units) and (self._together or not is_slice):
+            told = self._receive_values()  # there may be more of it than at the beginning
+            self._take_rest([self._wanted[name].detach() for name in told["rest"]])
+            self._load(told)
             self._received += 1
 
-    def _take_slice(self, part: Sequence[TensorRange]) -> None:
-        box, at = self._receive(self._staging[: _nbytes(part, self._sizes)]), 0
-        for name, start, stop in part:
-            piece = _bytes(self._wanted[name], start, stop)
-            piece.copy_(box[at : at + len(piece)])
-            at += len(piece)
+    def _take_slice(self) -> None:
+        """Take the next slice, and tell the sender how long that took."""
+        begun, at = math.inf, 0
+        if self._memory is not None:
+            data, units = self._memory.data, self._memory.units(self._received, self._limit.total_seconds())
+        else:
+            stop = self._received + int(self._receive(torch.zeros(1, dtype=torch.int64, device="cpu")))
+            begun, units = time.monotonic(), iter(range(self._received, stop))
+            size = sum(_nbytes(unit, self._sizes) for unit in self._units[self._received : stop])
+            data = self._receive(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        for number in units:
+            begun = min(begun, time.monotonic())
+            for name, start, stop in self._units[number]:
+                piece = _bytes(self._wanted[name], start, stop)
+                piece.copy_(data[at : at + len(piece)])
+                at += len(piece)
+            self._received = number + 1
+        took = torch.tensor([time.monotonic() - begun], dtype=torch.float64, device="cpu")
+        self._answer = dist.isend(took, self._source, self._group, TAG), took  # both stay until the next one
+
+    def _take_rest(self, tensors: Sequence[Tensor]) -> None:
+        """Take what is in no unit: in one message, unless it is much."""
+        sizes = [tensor.nbytes for tensor in tensors]
+        messages = [sum(sizes)] if sum(sizes) <= UNIT else sizes
+        came = [self._receive(torch.empty(size, dtype=torch.uint8, device="cpu")) for size in messages]
+        for tensor, data in zip(tensors, came if messages is sizes else torch.split(came[0], sizes), strict=True):
+            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned
 
     def _receive_values(self) -> dict[str, Any]:
         """Take the plain values, and make the tensors that this rank does not have yet."""
@@ -243,32 +296,26 @@ class _Saved:
     shape: Sequence[int]
 
 
-def limit_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of ``group``. Messages between two ranks need it: theirs is the one with which the connections were made."""
-    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return found
-
-
 def _shared(state: TrainState) -> dict[str, Any]:
     """Return the parts of ``state`` that all ranks have alike."""
     return {name: part for name, part in state.items() if not isinstance(part, PerRank)}
 
 
-def _described(flat: Flat, slices: Sequence[Sequence[TensorRange]], more: Sequence[float], rest: Sequence[str], together: bool) -> str:
+def _described(flat: Flat, units: Sequence[Sequence[TensorRange]], more: Sequence[float], rest: Sequence[str], together: bool) -> str:
     """Return the plain values, the tensors of one element, the names of all tensors, and the pieces they come in, as JSON."""
     tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in flat.tensors.items()]
     single = {name: tensor.item() for name, tensor in flat.tensors.items() if tensor.numel() == 1 and not tensor.is_complex()}
     values = encode_values(flat.tree).decode("ascii")
-    pieces = {"slices": slices, "rest": list(rest), "together": together}
+    pieces = {"units": units, "rest": list(rest), "together": together}
     return json.dumps({"values": values, "tensors": tensors, "single": single, "more": list(more), **pieces})
 
 
-def _rest(state: Mapping[str, Any], tensors: Mapping[str, Tensor], slices: Sequence[Sequence[TensorRange]]) -> list[str]:
+def _rest(state: Mapping[str, Any], tensors: Mapping[str, Tensor], units: Sequence[Sequence[TensorRange]]) -> list[str]:
     """Return the names of what is in no slice, and of a parameter for which the optimizer keeps more than when the slices were made.
 
     It has made that from the parameter as it was then, on a new rank perhaps from a part of it.
     """
-    sliced = {name for one in slices for name, _, _ in one}
+    sliced = {name for one in units for name, _, _ in one}
     grown = {name for names in belonging(state, tensors) if not sliced.issuperset(names) for name in names} if sliced else set()
     return sorted(name for name in (tensors.keys() - sliced) | grown if tensors[name].numel())
 

@@ -27,7 +27,8 @@ from elastirun.train.errors import ModelMismatch
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.groups.process_groups import connects_within, end_beside, end_retired, make_default_group, replace_groups
 from elastirun.train.live.live_round import LiveRound
-from elastirun.train.live.state_slices import Receiver, Sender
+from elastirun.train.live.slice_memory import SliceMemory, accept, offer
+from elastirun.train.live.state_slices import LARGEST, UNIT, Receiver, Sender
 from elastirun.train.reduction.control_words import SWITCH, WHOLE
 from elastirun.train.reduction.world import World
 from elastirun.train.state.train_state import TrainState
@@ -36,6 +37,7 @@ from elastirun.worker.live_worlds import LiveWorld
 # Seconds for the connections of a process group, and more for each worker, when all its ranks have come: what takes longer is a peer that
 # has died just then. It is less than --failure-grace (5 s), after which the worker would be killed.
 CONNECT, CONNECT_EACH = 3.0, 0.02
+AHEAD = 64 << 20  # bytes of the memory for slices that are made ready before the switch: about as many as a slice has
 
 
 def connecting(world: LiveWorld) -> Any:
@@ -60,6 +62,7 @@ class WorldChange:
         self._next: tuple[LiveWorld, World] | None = None
         self._error: BaseException | None = None
         self._work: Sender | Receiver | None = None
+        self._offered: tuple[SliceMemory, list[int]]  # on rank 0: memory for slices, and the new ranks that have it
         self.sharing = 0  # ranks that the data are shared among, for a new rank
         self.world: LiveWorld | None = None  # that this rank has switched to
         self._thread: threading.Thread | None = None
@@ -74,9 +77,10 @@ class WorldChange:
         end_beside(replace_groups(default))
         with connecting(world):
             self._next = world, self._model_switch.prepare(default, new=True)
+            memory = accept(0, default, self._ahead)
         live.wait_until_switched(world)
         self._switch()
-        self._work = receiver = Receiver(state, 0, default)
+        self._work = receiver = Receiver(state, 0, default, memory)
         self.sharing, self._model_switch.position = int(receiver.more[0]), receiver.more[1:]
         receiver.go_on()
         self._say_if_done()
@@ -148,9 +152,27 @@ class WorldChange:
                 self._next = world, self._model_switch.prepare(default)
                 if stream is not None:
                     stream.synchronize()
+                if self._live.rank == 0:
+                    self._offered = offer(self._new_in(world), default, LARGEST + UNIT, self._ahead)
             self._model.request(SWITCH)  # perhaps in the step under way
         except BaseException as error:  # raised in the main thread
             self._error = error
+
+    def _say_switched(self, world: LiveWorld) -> None:
+        """Tell the new ranks that the others have switched. Called in a thread: the store may take some milliseconds."""
+        try:
+            self._live.say_switched(world)
+        except RuntimeError as error:  # raised in the main thread
+            self._error = error
+
+    def _new_in(self, world: LiveWorld) -> list[int]:
+        """Return the new ranks of ``world``."""
+        return [rank for rank, worker in enumerate(world.ranks) if not self._live.trains(worker)]
+
+    @property
+    def _ahead(self) -> int:
+        """Return how many bytes of the memory for slices are made ready before the switch: the state has more than the parameters."""
+        return min(AHEAD, sum(param.nbytes for param in self._model.parameters()))
 
     def _switch(self, left: int = 0) -> None:
         """Go on in the new groups. ``left``: steps in which new ranks get the state."""
@@ -160,11 +182,11 @@ class WorldChange:
         _drop(old, replace_groups(following.process_group, following.group))
         live_sockets.end()
         self._model_switch.withdraw(SWITCH)
-        new = [rank for rank, worker in enumerate(self.world.ranks) if not self._live.trains(worker)]
         if self._thread is not None and self._live.rank == 0:
-            self._live.say_switched(self.world)
+            self._live.start(threading.Thread(target=self._say_switched, args=(self.world,), name="elastirun switched", daemon=True))
             more = [self._live.size, *self._model_switch.position]
-            self._work = sender = Sender(self._state, new, following.process_group, more, self._seconds, left)
+            new, group = self._new_in(self.world), following.process_group
+            self._work = sender = Sender(self._state, new, group, more, self._seconds, left, *self._offered)
             sender.go_on()
 
 
