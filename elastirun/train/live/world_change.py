@@ -60,6 +60,7 @@ class WorldChange:
         self._live, self._model, self._state, self._backend, self._timeout = live, model, state, backend, timeout
         self._model_switch = WorldSwitch(model)
         self._next: tuple[LiveWorld, World] | None = None
+        self._prepared = False  # this rank can switch to ``_next``
         self._error: BaseException | None = None
         self._work: Sender | Receiver | None = None
         self._offered: tuple[SliceMemory, list[int]]  # on rank 0: memory for slices, and the new ranks that have it
@@ -101,7 +102,7 @@ class WorldChange:
             if SWITCH in unanimous and left > 0:
                 self._switch(left)
                 self._say_if_done()
-            elif self._next is not None:
+            elif self._prepared:
                 self._model.request(SWITCH)
             return False
         if WHOLE in unanimous:
@@ -154,6 +155,7 @@ class WorldChange:
                     stream.synchronize()
                 if self._live.rank == 0:
                     self._offered = offer(self._new_in(world), default, LARGEST + UNIT, self._ahead)
+            self._prepared = True
             self._model.request(SWITCH)  # perhaps in the step under way
         except BaseException as error:  # raised in the main thread
             self._error = error
