@@ -38,6 +38,7 @@ from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups import process_groups, rank_prefix
 from elastirun.train.groups.connections import _sockets, live_sockets
+from elastirun.train.live import world_change
 from elastirun.train.live.live_round import LiveRound
 from elastirun.train.live.phases import Fact, Phase, PhaseEvent
 from elastirun.train.live.start import check
@@ -392,10 +393,24 @@ def test_the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups(over: b
     """
     change, asked = object.__new__(WorldChange), list[str]()
     change._model = SimpleNamespace(agreement=SimpleNamespace(unanimous={SWITCH}), request=asked.append)  # type: ignore[assignment]
-    change._stepped, change._error, change.world, change._next, change._work = 0.0, None, None, None, None
+    change._stepped, change._error, change.world, change._prepared, change._work = 0.0, None, None, False, None
     switched: list[int] = []
     change._switch = switched.append  # type: ignore[method-assign]
     assert not change.after_step(1 - over) and (switched, asked) == (([], []) if over else ([1], [WHOLE]))
+
+
+def test_no_rank_asks_for_the_switch_before_memory_for_the_state_was_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    change, asked = object.__new__(WorldChange), list[str]()
+    model = SimpleNamespace(agreement=SimpleNamespace(unanimous=set()), request=asked.append, device=torch.device("cpu"), parameters=list)
+    change._model, change._live = model, SimpleNamespace(rank=0, find_next=lambda: SimpleNamespace(ranks=[]))  # type: ignore[assignment]
+    change._stepped, change._error, change.world, change._work, change._next = 0.0, None, None, None, None
+    change._model_switch, change._prepared = SimpleNamespace(prepare=lambda default: None), False  # type: ignore[assignment]
+    change._default_group = lambda world: None  # type: ignore[assignment,method-assign,return-value]
+    monkeypatch.setattr(world_change, "offer", lambda *given: (change.after_step(9), list(asked)))
+    change._prepare()
+    assert change._offered[1] == [] and asked == [SWITCH] and change._error is None
+    change.after_step(9)
+    assert asked == [SWITCH, SWITCH]
 
 
 def test_a_new_rank_that_does_not_fit_does_not_end_those_that_train() -> None:

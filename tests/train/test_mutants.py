@@ -64,27 +64,27 @@ MUTANTS = (
     ),
     mutant(
         "what is left of the state comes with the last slice",
-        "live.state_slices:_due",
-        never("together"),
+        "live.state_slices:_rest_is_due",
+        instead_of("together or not is_slice", "not is_slice"),
         seen_by="state_slices::what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice",
     ),
     mutant(
         "much that is left of the state comes by itself",
-        "live.state_slices:_due",
-        instead_of("done == slices - 1 and together", "done == slices - 1"),
+        "live.state_slices:_rest_is_due",
+        instead_of("together or not is_slice", "True"),
         seen_by="state_slices::what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice",
     ),
     mutant(
         "counts of steps come before the first slice",
         "live.state_slices:Receiver._receive_values",
         instead_of("fill_", "told['single'][name]"),
-        seen_by="state_slices::a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam]",
+        seen_by="state_slices::a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam-True]",
     ),
     mutant(
         "a slice has what the optimizer keeps for its elements",
         "live.state_slices:belonging",
         instead_of("(param, *kept)", "(param,)"),
-        seen_by="state_slices::a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam]",
+        seen_by="state_slices::a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam-True]",
     ),
     mutant(
         "an optimizer that is not known to treat elements alone gets all at once",
@@ -99,7 +99,7 @@ MUTANTS = (
             "every > 0 and self._parts.extensions.compares_replicas and (not held)",
             "every > 0 and self._parts.extensions.compares_replicas",
         ),
-        seen_by="state_slices::a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD]",
+        seen_by="state_slices::a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD-True]",
     ),
     mutant(
         "groups are not changed between two epochs",
@@ -496,8 +496,8 @@ MUTANTS = (
     ),
     mutant(
         "a state comes before the epoch is over",
-        "live.state_slices:Sender.__init__",
-        never("_slices"),
+        "live.state_slices:Sender._least",
+        instead_of("max(1, self._left)", "100"),
         seen_by="state_slices::a_state_comes_in_as_few_pieces_as_an_epoch_has_steps_left[2]",
     ),
     quoted(
@@ -549,7 +549,7 @@ MUTANTS = (
     mutant(
         "slices that are copied have a limit",
         "live.state_slices:Sender.__init__",
-        instead_of("together if most < LARGEST else []", "together"),
+        never("LARGEST"),
         seen_by="state_slices::a_state_that_is_too_large_for_slices_that_are_copied_comes_at_once",
     ),
     mutant(

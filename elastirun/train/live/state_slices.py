@@ -80,6 +80,11 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
+def _rest_is_due(is_slice: bool, together: bool) -> bool:
+    """Return whether what is in no unit comes after this step. ``is_slice``: the last units do; ``together``: the rest comes with them."""
+    return together or not is_slice
+
+
 class Sender:
     """Sends the state of this rank to the new ``ranks`` of ``group``, in slices that take as long as ``SECONDS`` and ``PART`` say.
 
@@ -135,7 +140,7 @@ class Sender:
         is_slice = self._sent < len(self._units)
         if is_slice:
             self._begin_slice(flat)
-        if self._sent == len(self._units) and (self._together or not is_slice):
+        if self._sent == len(self._units) and _rest_is_due(is_slice, self._together):
             self._begin_rest(flat, _rest(self._state, flat.tensors, self._units))
             self._sent += 1
 
@@ -220,7 +225,7 @@ class Receiver:
         is_slice = self._received < len(self._units)
         if is_slice:
             self._take_slice()
-        if self._received == len(self._units) and (self._together or not is_slice):
+        if self._received == len(self._units) and _rest_is_due(is_slice, self._together):
             told = self._receive_values()  # there may be more of it than at the beginning
             self._take_rest([self._wanted[name].detach() for name in told["rest"]])
             self._load(told)
