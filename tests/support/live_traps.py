@@ -42,8 +42,9 @@ def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
     from elastirun.train.checkpoints.ranks import Ranks
     from elastirun.train.elastic import Elastic
     from elastirun.train.live import state_slices
-    from elastirun.train.live.live_round import LiveRound, World
+    from elastirun.train.live.live_round import LiveRound
     from elastirun.train.live.world_change import WorldChange
+    from elastirun.worker.live_worlds import LiveWorld
 
     def come(point: str) -> None:
         for by in (os.getpid(), 0):
@@ -79,7 +80,7 @@ def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
 
         setattr(owner, name, called)
 
-    def world_of(live: LiveRound, world: World) -> str:
+    def world_of(live: LiveRound, world: LiveWorld) -> str:
         if world.number == 0:
             return "first"
         return "next" if live.world is not None else "new"
