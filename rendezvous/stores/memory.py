@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+
+from elastirun.rendezvous.stores.base import Store
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A connection to the map ``data``. Connections that share ``data`` and ``lock`` are connections to one store."""
 
     hosting = True
@@ -24,15 +26,6 @@ class MemoryStore:
             if self._data.get(key) == expected:
                 self._data[key] = value
             return self._data.get(key)
-
-    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
-        return self.put_if(key, expected, value), self.get(keys) if keys else {}
-
-    def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
-        return None
-
-    def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
-        return None
 
     def keep_alive(self, key: str) -> bool:
         with self._lock:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd.access import Access
 from elastirun.rendezvous.stores.etcd.client import DEADLINE, LARGEST, Client, Cluster, LeaseNotFound
 from elastirun.rendezvous.stores.etcd.messages import check_installed
@@ -93,7 +94,7 @@ class NodeLease:
                 self._say("this node's lease at etcd expired, and its row was deleted with it; the row is written again under a new lease")
 
 
-class EtcdStore:
+class EtcdStore(Store):
     """A connection to etcd. The constructor reads once, so that a wrong setting fails when the connection is made.
 
     ``prefix`` is put in front of every key at etcd; callers do not see it. Errors: ``StoreError``.
@@ -139,15 +140,6 @@ class EtcdStore:
             if was_set:
                 return value
         return now.value if now else None
-
-    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
-        return self.put_if(key, expected, value), self.get(keys) if keys else {}
-
-    def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
-        return None
-
-    def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
-        return None
 
     def keep_alive(self, key: str) -> bool:
         return self._lease.keep_alive(self._client)
