@@ -109,7 +109,7 @@ class TcpStore:
 
     def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
         self._asked = self._beat(key, expected, value, keys)
-        if self._asked is None or sum(map(len, self._asked.requests)) > tcp_wire.AT_ONCE:
+        if self._asked is None or sum(map(len, self._asked.requests)) > tcp_wire.NEVER_WAITS:
             return None
         with _translated():
             return self._connection.ask(b"".join(self._asked.requests))

@@ -21,6 +21,7 @@ LIST_KEYS = b"\x11"  # answered with the number of keys, in eight bytes, and the
 CAME, CANCELED = b"\0", b"\1"  # answers to a wait: every key exists, and to its end
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
 AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours: they fit into a connection's buffers
+NEVER_WAITS = 8192  # bytes that a connection takes without waiting when all before are answered; a send buffer has 16 KiB at first
 SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests and answers
 
 
@@ -139,7 +140,7 @@ class TcpConnection:
         return {key: value for key, value in zip(wanted, values, strict=True) if value != never}
 
     def ask(self, data: bytes) -> int:
-        """Send ``data``, of AT_ONCE bytes at most, without waiting. Return the descriptor that is readable when answers have arrived."""
+        """Send ``data``, NEVER_WAITS bytes at most, without waiting. Return the descriptor that is readable when answers have arrived."""
         self._until, self._large = clock.now() + self.limit, LARGEST
         self._socket.settimeout(0.0)
         if self._socket.send(data) < len(data):

@@ -174,6 +174,15 @@ def test_a_write_and_what_is_read_after_it_may_go_together(
     assert shelf.connect().get(keys) == found[1]
 
 
+def test_what_a_connection_may_not_take_at_once_is_not_asked_without_waiting(shelf: Shelf) -> None:
+    store, key = shelf.connect(), shelf("k")
+    for before, after in ((b"1", b"2"), (b"2", b"x" * 8192), (b"x" * 8192, b"3")):
+        store.put_if(key, None, before)
+        large = len(before) + len(after) > tcp_wire.NEVER_WAITS
+        assert not large or store.ask(key, before, after, [key]) is None
+        assert store.put_if_and_get(key, before, after, [key]) == (after, {key: after})
+
+
 def has_arrived(connection: TcpConnection, length: int) -> bool:
     """Take what has arrived. Return whether that are ``length`` bytes of answers that are not complete."""
     return connection.arrived(3) is None and len(connection._arrived) == length

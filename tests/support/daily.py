@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 def today() -> int | None:
     """Return the number of the day; None: everything runs."""
-    return int(os.environ["TEST_DAY"]) if "TEST_DAY" in os.environ else None
+    day = os.environ.get("TEST_DAY")
+    if day is not None and not day.isdecimal():
+        raise pytest.UsageError(f"TEST_DAY={day} is no number of a day; leave it out, or take $(( $(date +%s) / 86400 ))")
+    return None if day is None else int(day)
 
 
 def due(all: Sequence[T], share: int) -> Sequence[T]:

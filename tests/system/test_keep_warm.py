@@ -286,14 +286,18 @@ def test_a_signal_to_the_command_is_for_its_agent(warm: Warm, signum: int) -> No
     assert len(warm.servers()) == 1
 
 
-def test_the_command_ends_as_its_agent_ends(warm: Warm) -> None:
+@pytest.mark.parametrize("who", ["agent", "waiter"])
+def test_the_command_ends_as_its_agent_ends_and_the_agent_with_the_process_above_it(warm: Warm, who: str) -> None:
     warm.script.write_text(warm.nodes.script.read_text().replace("import json", "import warm_module, json", 1))
     words = warm.words()
     command = warm.nodes.launch(1, *words[words.index("--keep-warm=1m") :])
     (worker,) = warm.nodes.round(1)
-    os.kill(int(worker.env["ELASTIRUN_AGENT"].split("-")[0]), signal.SIGKILL)
+    agent = int(worker.env["ELASTIRUN_AGENT"].split("-")[0])
+    above = proc.look(agent)
+    assert above is not None
+    os.kill(above.parent if who == "waiter" else agent, signal.SIGKILL)
     assert warm.nodes.ends(command) == -signal.SIGKILL
-    assert dies(worker.pid)
+    assert dies(agent) and dies(worker.pid)
 
 
 def test_a_user_has_four_servers_at_most(warm: Warm) -> None:

@@ -339,8 +339,11 @@ def begin_job(
     *places, file = fds
     command = json.loads(read(file))
     ours, theirs = socket.socketpair()
-    agent = os.fork()
+    waiter, agent = os.getpid(), os.fork()
     if agent == 0:
+        server.die_with_parent()  # the command, which hears of its end from the waiter, would end without it
+        if os.getppid() != waiter:
+            os._exit(1)
         os.close(alive)
         return be_agent(server, command, places, connection, ours, theirs, environment, before)
     for each in (ours, theirs):
