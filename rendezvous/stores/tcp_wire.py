@@ -11,7 +11,6 @@ import struct
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import pairwise
 
 from elastirun import clock
 
@@ -71,6 +70,7 @@ class TcpConnection:
         self.limit = limit
         self._socket = socket.create_connection((address, port), limit)
         self._arrived = bytearray()  # of answers, and not taken yet
+        self._complete: list[bytes] = []  # values of which ``arrived`` has not told, because more are to come
         self._until = clock.now() + limit  # when the answers must be there
         self._large = LARGEST  # bytes of the answers that are given more time
 
@@ -154,16 +154,15 @@ class TcpConnection:
             if not (more := self._socket.recv(1 << 16)):
                 raise ConnectionError("the other side has hung up")
             self._arrived += more
-        ends = [0]
-        for _ in range(count):
-            length = int.from_bytes(self._arrived[ends[-1] : ends[-1] + 8], "little")
+        while len(self._complete) < count:
+            length = int.from_bytes(self._arrived[:8], "little")
             if length > LARGEST:
                 raise ValueError(f"a value of {length} bytes")
-            ends.append(ends[-1] + 8 + length)
-            if ends[-1] > len(self._arrived):
+            if len(self._arrived) < 8 + length:
                 return None
-        values = [bytes(self._arrived[begin + 8 : end]) for begin, end in pairwise(ends)]
-        del self._arrived[: ends[-1]]
+            self._complete.append(bytes(memoryview(self._arrived)[8 : 8 + length]))
+            del self._arrived[: 8 + length]
+        values, self._complete = self._complete, []
         return values
 
     def wait(self, key: str, seconds: float) -> bool:
