@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from elastirun.rendezvous.stores.base import Store
 
-
-class MemoryStore(Store):
+class MemoryStore:
     """A connection to the map ``data``. Connections that share ``data`` and ``lock`` are connections to one store."""
 
     hosting = True
