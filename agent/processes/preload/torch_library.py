@@ -28,6 +28,7 @@ def load_if_warm() -> None:
 
 
 def load() -> None:
+    """Begin to load the library, in a thread. Whoever needs it waits for the linker, and hears there what went wrong."""
     for name in IN_C:
         with suppress(ImportError):
             importlib.import_module(name)
