@@ -155,10 +155,16 @@ class Launches:
 
 def look(server: int) -> Sample:
     """Wait until the server has no job, then look."""
-    poll(lambda: not proc.children(server) and len(os.listdir(f"/proc/{server}/fd")) == 5)
+    found = [0, 0]
+
+    def rests() -> bool:  # counted once: whoever has just asked who the server is may be a descriptor of it for a moment still
+        found[:] = len(os.listdir(f"/proc/{server}/fd")), len(proc.children(server))
+        return found == [5, 0]
+
+    poll(rests)
     rollup = dict(line.split(":") for line in Path(f"/proc/{server}/smaps_rollup").read_text().splitlines()[1:])
     pss, own = (int(rollup[name].split()[0]) for name in ("Pss", "Pss_Anon"))
-    return Sample(len(os.listdir(f"/proc/{server}/fd")), len(proc.children(server)), pss, own)
+    return Sample(found[0], found[1], pss, own)
 
 
 def compare(nodes: Cluster, scripts: dict[str, str], modules: str, launches: int, seed: int) -> list[str]:
