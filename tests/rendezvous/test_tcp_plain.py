@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import struct
 import threading
 import time
@@ -68,6 +69,19 @@ def test_requests_for_long_keys_fit_into_the_buffers_of_a_connection(plain: TcpS
     connection.send = lambda data: (sizes.append(len(data)), send(data))[1]  # type: ignore[method-assign]
     assert plain.get([f"{key}{k}".ljust(4000, "k") for k in range(100)]) == {}
     assert max(sizes) <= tcp_wire.AT_ONCE and len(sizes) < 20
+
+
+def test_no_request_waits_for_the_acknowledgement_of_one_that_is_not_answered(server: Server, key: str) -> None:
+    """The mark of a round is not answered, and the server acknowledges it 40 ms later, unless it has something to send."""
+    store, took = server.connect(), []
+    store.put_if(key, None, b"0")
+    for number in range(41):
+        asked = time.monotonic()
+        store.put_if(key, b"%d" % number, b"%d" % (number + 1))
+        store.get([key])
+        took.append(time.monotonic() - asked)
+    store.close()
+    assert statistics.median(took) < 0.02, "about 0.0004 s"
 
 
 def test_it_creates_no_key(server: Server, plain: TcpStore, key: str) -> None:
@@ -153,7 +167,7 @@ def connected() -> Iterator[tuple[tcp_wire.TcpConnection, socket.socket]]:
     """A connection, and the socket of its peer, in which all that is sent arrives at once."""
     ours, theirs = socket.socketpair()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tcp_wire.socket, "create_connection", lambda *_: ours)
+        patched.setattr(tcp_wire, "_connect", lambda *_: ours)
         connection = tcp_wire.TcpConnection("peer", 1, 5.0)
     with closing(connection), theirs:
         yield connection, theirs
