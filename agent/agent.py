@@ -416,9 +416,10 @@ class Agent:
         return code
 
     def _pause(self, seconds: float) -> bool:
-        """Wait for signals and output. Returns whether the agent was signalled."""
-        for key, mask in self._selector.select(seconds):
-            key.data(mask)
+        """Wait for so long, or for a signal. Returns whether the agent was signalled."""
+        until = clock.now() + seconds
+        while clock.now() < until and not self._signum:
+            self._turn(until)
         return bool(self._signum)
 
     def _wait_for_left_running(self, succeeded: bool) -> None:

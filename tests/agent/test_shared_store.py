@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from elastirun import clock
+from elastirun.agent.agent import Agent
 from elastirun.agent.store import shared_store
 from elastirun.rendezvous.stores.memory import MemoryStore
 
@@ -70,3 +75,14 @@ def test_a_job_may_have_the_name_of_the_list_of_jobs(name: str) -> None:
     shared_store.register(store, name)
     assert stay(store, [lambda: put(store, name, LEFT)])[0] == 1
     assert [key for key in store.under(shared_store.prefix(name)) if "/node/" not in key] == [], "nothing else is among the job's keys"
+
+
+def test_a_pause_lasts_although_something_keeps_the_loop_busy() -> None:
+    """Else a job whose rows did not change within a few short pauses would lose its store."""
+    agent, turns = SimpleNamespace(_signum=0), list[float]()
+    agent._turn = lambda until: (turns.append(until), time.sleep(0.01))
+    began = clock.now()
+    assert not Agent._pause(cast(Agent, agent), 0.1)
+    assert clock.now() >= began + 0.1 and len(turns) > 1
+    agent._turn = lambda until: setattr(agent, "_signum", 15)
+    assert Agent._pause(cast(Agent, agent), 600.0)
