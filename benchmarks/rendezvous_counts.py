@@ -12,7 +12,7 @@ import argparse
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -80,6 +80,9 @@ class CountedStore:
         found = self._store.put_if(key, expected, value)
         self._tally.count(key, expected, value, found)
         return found
+
+    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
+        return self.put_if(key, expected, value), self.get(keys)
 
     def delete(self, key: str) -> None:
         self._store.delete(key)

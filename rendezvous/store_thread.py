@@ -2,16 +2,22 @@
 
 The agent's loop never waits for the store. The thread of an exchange that is abandoned is abandoned with it (a look-up of a name cannot
 be interrupted), and a fresh thread takes over.
+
+A beat of a running round writes this node's row and reads some others, which is one round trip. Where the store can be asked without
+waiting, the loop itself makes it, so that no thread wakes. A connection, with all that it has, belongs to who makes the exchange under
+way: the thread from ``requests.put`` until it hands over the answer, else the loop.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import select
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from elastirun import clock
 from elastirun.rendezvous.stores.base import Store
@@ -20,12 +26,22 @@ from elastirun.rendezvous.wire.actions import Sync
 from elastirun.rendezvous.wire.events import Changed, SyncFailed
 from elastirun.rendezvous.wire.exchanges import CONNECT_LIMIT, Answer, Exchanges
 from elastirun.rendezvous.wire.records import Place
-from elastirun.rendezvous.wire.sync import SyncProtocol
+from elastirun.rendezvous.wire.sync import PutAndGet, Steps, SyncProtocol
 from elastirun.threads import NONE_LEFT, start_thread
 
 HANGING = 4  # abandoned threads that may hang at one store before a new one is delayed; each further one doubles the delay
 HANGING_ELSEWHERE = 60  # abandoned threads that may hang at earlier stores; each further one counts as one at the store in question
 LONGEST_DELAY = 2.0**7  # of ``connect_limit``: most threads that hang come back, or the host is gone for good
+
+
+@dataclass(frozen=True)
+class Beat:
+    """An exchange that the loop makes: its steps wait for the answer, after which ``descriptor`` is readable."""
+
+    sync: Sync
+    store: Store
+    steps: Steps
+    descriptor: int
 
 
 @dataclass(eq=False)
@@ -34,6 +50,9 @@ class StoreConnection(exchanges.Connection):
 
     thread: threading.Thread | None = None  # None: not started yet
     requests: queue.SimpleQueue[Sync | None] = field(default_factory=queue.SimpleQueue)
+    store: Store | None = None  # None: not open
+    watched: bool = False  # ``store`` tells of changes
+    beat: Beat | None = None  # that the loop has asked the store for
 
 
 class StoreThread(Exchanges[StoreConnection]):
@@ -45,25 +64,79 @@ class StoreThread(Exchanges[StoreConnection]):
         super().__init__(StoreConnection, protocol, clock.now, time_limit, connect_limit)
         self._connect = connect
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._ready = select.epoll()  # readable when the thread has handed over an answer, or the store has answered the loop
+        self._ready.register(self._wake_r, select.EPOLLIN)
         self._abandoned: list[tuple[Place | None, threading.Thread]] = []  # each with the store at which it may hang
         self._started = 0.0  # when the last thread was started
 
     # -- in the agent's loop --------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        return self._wake_r
+        return self._ready.fileno()
 
     def answers(self) -> list[Answer]:
         with suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
+        if self._connection.beat is not None:
+            self._take_answer(self._connection, self._connection.beat)
         return super().answers()
 
     def _execute(self, connection: StoreConnection, sync: Sync) -> None:
+        try:
+            if self._asks(connection, sync):
+                return
+        except Exception as error:  # whatever it was, as in the thread
+            self._fail(error)
+            return
         why = self._start(connection) if connection.thread is None else ""
         if why:
             self._hand_over(connection, SyncFailed(clock.now(), why))
         else:
             connection.requests.put(sync)
+
+    def _asks(self, connection: StoreConnection, sync: Sync) -> bool:
+        """Ask the store for ``sync`` from the loop. False: nothing was asked, because the exchange takes more than one round trip."""
+        if connection.store is None or not connection.watched or sync.rows is None or sync.fresh or sync.change is not None:
+            return False
+        steps = connection.protocol.steps(sync, clock.now())
+        operation = next(steps)
+        if not isinstance(operation, PutAndGet):
+            return False
+        descriptor = connection.store.ask(operation.key, operation.expected, operation.value, operation.keys)
+        if descriptor is None:
+            return False
+        self._await_answer(connection)
+        connection.beat = Beat(sync, connection.store, steps, descriptor)
+        self._await_readable(descriptor)
+        return True
+
+    def _await_readable(self, descriptor: int) -> None:
+        """Let ``fileno`` be readable once when ``descriptor`` is. Later answers there may be for the thread."""
+        try:
+            self._ready.modify(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
+        except FileNotFoundError:
+            self._ready.register(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def _take_answer(self, connection: StoreConnection, beat: Beat) -> None:
+        """Take what the store has answered so far. Where that tells of something new, the thread makes the exchange again."""
+        try:
+            answer = beat.store.answer()
+            if answer is None:
+                self._await_readable(beat.descriptor)
+                return
+            connection.beat = None
+            beat.steps.send(answer)
+            connection.requests.put(beat.sync)
+        except StopIteration as done:
+            connection.deadline = None
+            connection.answers.append(replace(done.value, hosting=beat.store.hosting))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Abandon the connection, and hand over that the exchange has failed."""
+        self.reconnect()
+        self._hand_over(self._connection, exchanges.failure(error, clock.now()))
 
     def _abandon(self, connection: StoreConnection) -> None:
         connection.requests.put(None)
@@ -89,27 +162,26 @@ class StoreThread(Exchanges[StoreConnection]):
     # -- in the thread --------------------------------------------------------------------------------------------------
 
     def _serve(self, connection: StoreConnection) -> None:
-        store: Store | None = None
-        watched = False
         while (sync := connection.requests.get()) is not None:
             try:
-                if store is None:
+                if connection.store is None:
                     connection.connected, connection.deadline = False, clock.now() + self._connect_limit
-                    store, watched = self._connect(connection.at), False
-                if not (watched or sync.look):
-                    watched = True
-                    store.watch(connection.protocol.round_key, lambda: self._on_changed(connection))
+                    connection.store, connection.watched = self._connect(connection.at), False
+                if not (connection.watched or sync.look):
+                    connection.watched = True
+                    connection.store.watch(connection.protocol.round_key, lambda: self._on_changed(connection))
                 self._await_answer(connection)
-                answer: Answer = connection.protocol.carry_out(store, sync, clock.now(), lambda: self._await_answer(connection))
+                answered = partial(self._await_answer, connection)
+                answer: Answer = connection.protocol.carry_out(connection.store, sync, clock.now(), answered)
             except Exception as error:  # whatever it was: if this thread died, the agent would wait for ever
-                if store is not None:
-                    store.close()
-                    store = None
+                if connection.store is not None:
+                    connection.store.close()
+                    connection.store = None
                 answer = exchanges.failure(error, clock.now())
             connection.deadline = None
             self._hand_over(connection, answer)
-        if store is not None:
-            store.close()
+        if connection.store is not None:
+            connection.store.close()
 
     def _await_answer(self, connection: StoreConnection) -> None:
         """Give the next operation of the exchange its time: on a slow network, each answer is progress."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 
@@ -28,6 +28,21 @@ class Store(Protocol):
 
         Return the key's value afterwards: ``value`` when it was set, else the other value (None: no such key).
         """
+
+    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
+        """Do what ``put_if`` does, then what ``get`` does, in one round trip where the store can. Others may write in between."""
+        return self.put_if(key, expected, value), self.get(keys) if keys else {}
+
+    def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
+        """Begin ``put_if_and_get`` without waiting. Return the descriptor that is readable when ``answer`` may have something.
+
+        None: nothing was begun, because that would have to wait. Until the answer is complete, nothing else is asked.
+        """
+        return None
+
+    def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
+        """Return the answer to what was asked, without waiting; None: it is not complete yet."""
+        return None
 
     def keep_alive(self, key: str) -> bool:
         """Renew the lease under which this agent wrote ``key``, where a store has leases.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from elastirun.rendezvous.stores.base import Store
 
-class MemoryStore:
+
+class MemoryStore(Store):
     """A connection to the map ``data``. Connections that share ``data`` and ``lock`` are connections to one store."""
 
     hosting = True

@@ -16,10 +16,11 @@ How the server behaves (torch 2.6 to 2.14, measured), and what follows:
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 
 from elastirun import clock
@@ -66,6 +67,7 @@ class TcpStore:
         self._indexed: set[str] = set()  # keys that this connection has put into the index
         self._marks: deque[str] = deque()  # that this connection has created, the newest at the end
         self._watches: list[_Watch] = []
+        self._asked: _Beat | None = None  # by ``ask``
         with _translated(f"cannot connect to the store at {address}:{port}"):
             self._connection = tcp_wire.TcpConnection(address, port, limit or ANSWER_LIMIT)
         try:
@@ -98,6 +100,34 @@ class TcpStore:
         if now == value:
             self._mark_replaced(key, expected or b"")
         return now
+
+    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
+        if (beat := self._beat(key, expected, value, keys)) is None:
+            return self.put_if(key, expected, value), self.get(keys) if keys else {}
+        with _translated():
+            return beat.answer(self._connection.values(beat.requests))
+
+    def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
+        self._asked = self._beat(key, expected, value, keys)
+        if self._asked is None or sum(map(len, self._asked.requests)) > tcp_wire.NEVER_WAITS:
+            return None
+        with _translated():
+            return self._connection.ask(b"".join(self._asked.requests))
+
+    def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
+        assert self._asked is not None
+        with _translated():
+            values = self._connection.arrived(len(self._asked.requests))
+        return None if values is None else self._asked.answer(values)
+
+    def _beat(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> _Beat | None:
+        """Return the requests that write ``key`` and read ``keys``; None where these do not suffice.
+
+        They do not for the first write of a key, for one that is watched, and where no answer would tell that there is no such key.
+        """
+        if not expected or key not in self._indexed or key not in keys or key.endswith(WATCHED):
+            return None
+        return _Beat(key, expected, value, keys)
 
     def keep_alive(self, key: str) -> bool:
         return False  # there are no leases
@@ -168,6 +198,19 @@ class TcpStore:
             self._send(tcp_wire.put(self._marks[-1], b"1"))
             if len(self._marks) > KEPT_MARKS:
                 self._delete_key(self._marks.popleft())
+
+
+class _Beat:
+    """The ``requests`` that write ``key``, which is one of ``keys``, and then read these; and what their answers mean."""
+
+    def __init__(self, key: str, expected: bytes, value: bytes, keys: Sequence[str]) -> None:
+        self._key, self._expected, self._keys, self._never = key, expected, keys, os.urandom(16)
+        self.requests = [tcp_wire.compare_set(key, expected, value), *(tcp_wire.read(each, self._never) for each in keys)]
+
+    def answer(self, values: list[bytes]) -> tuple[bytes | None, dict[str, bytes]]:
+        now, *read = values
+        found = {key: value for key, value in zip(self._keys, read, strict=True) if value != self._never}
+        return (found.get(self._key) if now == self._expected else now), found  # the expectation is the answer when the key is missing
 
 
 class _Watch:

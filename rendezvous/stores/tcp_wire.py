@@ -20,6 +20,7 @@ LIST_KEYS = b"\x11"  # answered with the number of keys, in eight bytes, and the
 CAME, CANCELED = b"\0", b"\1"  # answers to a wait: every key exists, and to its end
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
 AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours: they fit into a connection's buffers
+NEVER_WAITS = 8192  # bytes that a connection takes without waiting when all before are answered; a send buffer has 16 KiB at first
 SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests and answers
 
 
@@ -36,6 +37,11 @@ def put(key: str, value: bytes) -> bytes:
 def compare_set(key: str, expected: bytes, value: bytes) -> bytes:
     """Return the request to set ``key`` if it holds ``expected``. It is answered with the value of the key; without one, ``expected``."""
     return b"\x02" + _key(key) + _text(expected) + _text(value)
+
+
+def read(key: str, never: bytes) -> bytes:
+    """Return the request to read ``key``. It is answered with the value; without one, ``never``, which is no value of any key."""
+    return compare_set(key, never, never)
 
 
 def delete_key(key: str) -> bytes:
@@ -71,6 +77,7 @@ class TcpConnection:
         self.limit = limit
         self._socket = _connect(address, port, limit)
         self._arrived = bytearray()  # of answers, and not taken yet
+        self._complete: list[bytes] = []  # values of which ``arrived`` has not told, because more are to come
         self._until = clock.now() + limit  # when the answers must be there
         self._large = LARGEST  # bytes of the answers that are given more time
 
@@ -122,18 +129,48 @@ class TcpConnection:
         self._until += more / SLOWEST
         return value
 
-    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """Return the values of those ``keys`` that exist. A comparison that never holds is answered with the present value."""
-        wanted, never, found = deque(keys), os.urandom(16), {}
+    def values(self, requests: Iterable[bytes]) -> list[bytes]:
+        """Send ``requests`` that are answered with a value each, in as few pieces as possible. Return the values."""
+        wanted, values = deque(requests), list[bytes]()
         while wanted:
-            some = [wanted.popleft()]
-            requests = compare_set(some[0], never, never)
-            while wanted and len(requests) + len(more := compare_set(wanted[0], never, never)) <= AT_ONCE:
+            some, size = [wanted.popleft()], 0
+            while wanted and (size := size + len(some[-1])) + len(wanted[0]) <= AT_ONCE:
                 some.append(wanted.popleft())
-                requests += more
-            self.send(requests)
-            found.update({key: value for key in some if (value := self.value()) != never})
-        return found
+            self.send(b"".join(some))
+            values += [self.value() for _ in some]
+        return values
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Return the values of those ``keys`` that exist."""
+        wanted, never = list(keys), os.urandom(16)
+        values = self.values(read(key, never) for key in wanted)
+        return {key: value for key, value in zip(wanted, values, strict=True) if value != never}
+
+    def ask(self, data: bytes) -> int:
+        """Send ``data``, NEVER_WAITS bytes at most, without waiting. Return the descriptor that is readable when answers have arrived."""
+        self._until, self._large = clock.now() + self.limit, LARGEST
+        self._socket.settimeout(0.0)
+        if self._socket.send(data) < len(data):
+            raise TimeoutError("what was sent before has not been taken")
+        return self._socket.fileno()
+
+    def arrived(self, count: int) -> list[bytes] | None:
+        """Return the next ``count`` values, without waiting; None: they have not all arrived. ``ValueError``: no store holds such a one."""
+        self._socket.settimeout(0.0)
+        with suppress(BlockingIOError):
+            if not (more := self._socket.recv(1 << 16)):
+                raise ConnectionError("the other side has hung up")
+            self._arrived += more
+        while len(self._complete) < count:
+            length = int.from_bytes(self._arrived[:8], "little")
+            if length > LARGEST:
+                raise ValueError(f"a value of {length} bytes")
+            if len(self._arrived) < 8 + length:
+                return None
+            self._complete.append(bytes(memoryview(self._arrived)[8 : 8 + length]))
+            del self._arrived[: 8 + length]
+        values, self._complete = self._complete, []
+        return values
 
     def wait(self, key: str, seconds: float) -> bool:
         """Wait until ``key`` exists, for ``seconds`` at most. Return whether it does."""

@@ -6,9 +6,9 @@ A generator yields the operations and the caller executes them, so the protocol 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastirun.errors import BadRecord, StoreError, UnreadableMembers, UnreadableRound
@@ -24,11 +24,25 @@ MAX_ROW = 256 << 10  # bytes; enough for 30 stderr lines of each of eight failed
 
 LISTS = 4  # lists of members that are remembered: in a store that takes over, the votes of a thousand nodes may name two or three rounds
 
+
+@dataclass(frozen=True)
+class PutAndGet:
+    """The only operation of most exchanges: write ``key``, then read ``keys``. See ``Store.put_if_and_get``."""
+
+    key: str
+    expected: bytes | None
+    value: bytes
+    keys: tuple[str, ...]
+
+    def __call__(self, store: Any) -> Any:
+        return store.put_if_and_get(self.key, self.expected, self.value, self.keys)
+
+
 Operation = Callable[[Any], Any]  # of a ``stores.base.Store``
 Steps = Generator[Operation, Any, Any]  # takes each operation's result, returns its own
 
 
-def _get(keys: list[str]) -> Operation:
+def _get(keys: Sequence[str]) -> Operation:
     return lambda store: store.get(keys)
 
 
@@ -102,12 +116,16 @@ class SyncProtocol:
         kept_alive = sync.keep_alive and (yield lambda store: store.keep_alive(self._key(self._me)))
         for vote in sync.votes:
             yield from self.put_vote(vote)
-        if sync.put is not None:
-            yield from self._put_fresh(sync.put) if sync.fresh else self._put_row(sync.put)
+        key, everything, found = self.round_key, sync.rows is None, None
+        keys = (key, *(self._key(i) for i in sorted({*(sync.rows or ()), self._me})))
+        if sync.put is not None and sync.fresh:
+            yield from self._put_fresh(sync.put)
+        elif sync.put is not None:
+            _, found = yield from self._put_row(sync.put, () if sync.change else keys)
         if sync.change is not None:
             yield from self._put_round(sync.change)
-        key, everything = self.round_key, sync.rows is None
-        found = yield _get([key, *(self._key(i) for i in sorted({*(sync.rows or ()), self._me}))])
+        if found is None or sync.change is not None:
+            found = yield _get(keys)
         record = yield from self._parse_round(found.pop(key, None))
         if everything:
             found = yield lambda store: store.under(self._job + "node/")
@@ -124,24 +142,26 @@ class SyncProtocol:
         Keys that are not cleared in time are left to the next exchange.
         """
         fence = replace(put.base or put.row, seq=put.row.seq, status=put.base.status if put.base else Status.JOINING)
-        if not (yield from self._put_row(Put(put.base, fence))):
+        stands, _ = yield from self._put_row(Put(put.base, fence))
+        if not stands:
             return
         if (yield lambda store: store.clear(KEPT, CLEAR_LIMIT)):
             yield from self._put_row(Put(fence, replace(put.row, seq=fence.seq + 1)))
 
-    def _put_row(self, put: Put) -> Steps:
-        """Write the row by compare-and-set; return whether it stands in the store now."""
+    def _put_row(self, put: Put, keys: tuple[str, ...] = ()) -> Steps:
+        """Write the row by compare-and-set, then read ``keys``. Return whether the row stands in the store now, and what was read."""
         key = self._key(self._me)
         expected = None if put.base is None else self._encode(key, put.base)
         value = self._encode(key, put.row)
-        found = yield _put_if(key, expected, value)
-        if found is None or found == value:
-            return found is not None
+        now, found = yield PutAndGet(key, expected, value, keys)
+        if now is None or now == value:
+            return now is not None, found
         try:
-            self._parse_row(key, found)  # an earlier write of this node that was thought lost: the machine adopts it
+            self._parse_row(key, now)  # an earlier write of this node that was thought lost: the machine adopts it
         except BadRecord:
-            return (yield _put_if(key, found, value)) == value  # somebody else has written into our row
-        return False
+            now, found = yield PutAndGet(key, now, value, keys)  # somebody else has written into our row
+            return now == value, found
+        return False, found
 
     def _put_round(self, change: Change) -> Steps:
         """Write the record by compare-and-set. A new list of members is written before it, the old list is deleted after it."""

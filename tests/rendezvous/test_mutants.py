@@ -788,7 +788,7 @@ MUTANTS = (
     mutant(
         "another's row under one's own key is written over",
         "wire.sync:SyncProtocol._put_row",
-        instead_of("_parse_row", "self._codec.decode(key, found, NodeRow)"),
+        instead_of("_parse_row", "self._codec.decode(key, now, NodeRow)"),
         seen_by="sync::what_others_have_put_into_ones_own_row_is_written_over",
     ),
     mutant(
@@ -938,7 +938,7 @@ MUTANTS = (
     ),
     mutant(
         "requests for long keys fit into the buffers of a connection",
-        "rendezvous.stores.tcp_wire:TcpConnection.get",
+        "rendezvous.stores.tcp_wire:TcpConnection.values",
         instead_of("AT_ONCE", "AT_ONCE * 128"),
         seen_by="tcp_plain::requests_for_long_keys_fit_into_the_buffers_of_a_connection",
     ),
@@ -957,7 +957,7 @@ MUTANTS = (
     ),
     mutant(
         "many keys are read at once",
-        "rendezvous.stores.tcp_wire:TcpConnection.get",
+        "rendezvous.stores.tcp_wire:TcpConnection.values",
         instead_of("AT_ONCE", "AT_ONCE // 128"),
         seen_by="stores::many_keys_are_not_read_one_by_one",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,13 +21,14 @@ from elastirun.rendezvous import store_thread
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import connect
+from elastirun.rendezvous.stores.tcp_server import ServedStore
 from elastirun.rendezvous.wire import exchanges
 from elastirun.rendezvous.wire.actions import Change, Put, Sync
 from elastirun.rendezvous.wire.codec import Codec, clip
 from elastirun.rendezvous.wire.events import Changed, Synced, SyncFailed
 from elastirun.rendezvous.wire.records import Place, RoundRecord, Status, Vote
 from elastirun.rendezvous.wire.sync import SyncProtocol
-from tests.rendezvous.test_sync import CODEC, JOB, PATIENCE, Watched, row
+from tests.rendezvous.test_sync import CODEC, JOB, MEMBER, PATIENCE, Watched, key, row
 from tests.support.descriptors import descriptors
 from tests.support.until import until
 
@@ -400,6 +402,96 @@ def test_an_exchange_during_which_the_machine_was_suspended_is_given_up(made: li
     assert isinstance(thread.answers()[0], Synced)
     store.go.set()
     await_threads(1)
+
+
+# -- what the loop asks by itself -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served() -> Iterator[ServedStore]:
+    """A TCPStore in this process. ``close`` ends it."""
+    store = ServedStore(socket.create_server(("127.0.0.1", 0)))
+    yield store
+    store.close()
+
+
+def status(thread: StoreThread) -> str:
+    """The kernel's words about the thread of the connection."""
+    assert thread._connection.thread is not None
+    return Path(f"/proc/self/task/{thread._connection.thread.native_id}/status").read_text()
+
+
+def beats(thread: StoreThread, first: int, last: int, **fields: Any) -> list[Synced | SyncFailed]:
+    return [ask(thread, Sync(Put(row("me", seq - 1), row("me", seq)), **{"rows": ("a",), **fields})) for seq in range(first, last)]
+
+
+def test_a_beat_wakes_no_thread(made: list[StoreThread], served: ServedStore) -> None:
+    thread = new_thread(made, served.connect)
+    served.connect().put_if(key("a"), None, CODEC.encode(key("a"), row("a")))
+    assert isinstance(ask(thread, Sync(Put(None, row("me")), rows=())), Synced)
+    until(lambda: "State:\tS" in status(thread), "the thread waits")
+    before = status(thread)
+    for seq, found in enumerate(beats(thread, 2, 22), 2):
+        assert isinstance(found, Synced) and found.hosting and found.rows == {"a": row("a"), "me": row("me", seq)}
+    switches = [text.split("\nvoluntary_ctxt_switches:")[1].split()[0] for text in (before, status(thread))]
+    assert switches[0] == switches[1]
+    assert not select.select([thread.fileno()], [], [], 0)[0]
+
+
+def test_what_a_beat_still_needs_is_left_to_the_thread(made: list[StoreThread], served: ServedStore) -> None:
+    """The members of a round that another node has formed, every row, and a row of ours that somebody has written over."""
+    thread, other = new_thread(made, served.connect), served.connect()
+    assert isinstance(ask(thread, Sync(Put(None, row("me")), rows=())), Synced)
+    formed = RoundRecord("s", 2, 1, (MEMBER,))
+    SyncProtocol(JOB, "a", CODEC, time.monotonic).carry_out(other, Sync(Put(None, row("a")), Change(None, formed), ()), 0.0)
+    (found,) = beats(thread, 2, 3)
+    assert isinstance(found, Synced) and found.round == formed
+    (found,) = beats(thread, 3, 4, rows=None)
+    assert isinstance(found, Synced) and found.rows == {"a": row("a"), "me": row("me", 3)}
+    other.put_if(key("me"), CODEC.encode(key("me"), row("me", 3)), b"garbage")
+    (found,) = beats(thread, 4, 5)
+    assert isinstance(found, Synced) and found.row == row("me", 4)
+
+
+def test_a_large_answer_to_a_beat_arrives_in_pieces(made: list[StoreThread], served: ServedStore) -> None:
+    """Anybody may have written megabytes into a row."""
+    thread = new_thread(made, served.connect)
+    served.connect().put_if(key("a"), None, b"x" * (8 << 20))
+    assert isinstance(ask(thread, Sync(Put(None, row("me")), rows=())), Synced)
+    (found,) = beats(thread, 2, 3)
+    assert isinstance(found, Synced) and found.row == row("me", 2) and len(found.ignored) == 1
+
+
+def test_a_store_that_ends_during_a_beat_is_a_failed_exchange_and_the_next_one_connects_anew(
+    made: list[StoreThread], served: ServedStore
+) -> None:
+    stores = [served.connect(), Watched()]
+    thread = new_thread(made, lambda: stores.pop(0))
+    assert isinstance(ask(thread, Sync(Put(None, row("me")), rows=())), Synced)
+    served.close()
+    (found,) = beats(thread, 2, 3)
+    assert isinstance(found, SyncFailed) and found.why.startswith("no answer of the store: ")
+    assert isinstance(ask(thread), Synced) and not stores
+
+
+def test_a_beat_that_is_given_up_holds_up_no_thread(made: list[StoreThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Watched):
+        """A store that the loop can ask, and that never answers it."""
+
+        def ask(self, *what: Any) -> int:
+            return silent[0]
+
+    silent = os.pipe()
+    thread = new_thread(made, Silent, time_limit=0.05)
+    for _ in range(store_thread.HANGING + 2):
+        thread._time_limit = PATIENCE
+        assert isinstance(ask(thread, Sync(Put(None, row("me")), rows=())), Synced)
+        thread._time_limit = 0.05
+        (found,) = beats(thread, 2, 3)
+        assert isinstance(found, SyncFailed) and found.why == "no answer for 0.05 s"
+    await_threads(1)
+    for descriptor in silent:
+        os.close(descriptor)
 
 
 # -- a real store whose host stands still ---------------------------------------------------------------------------------------------

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores import tcp, tcp_server
+from elastirun.rendezvous.stores import tcp, tcp_server, tcp_wire
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
@@ -23,6 +27,7 @@ from elastirun.rendezvous.stores.tcp_wire import TcpConnection
 from tests.support.etcd_server import Etcd, etcd
 from tests.support.listener import Listener, count_up
 from tests.support.relay import something_else
+from tests.support.until import until
 
 PATIENCE = 60.0  # seconds; far beyond what anything here takes
 T = TypeVar("T")
@@ -121,21 +126,21 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
 # -- the contract of stores/base.py -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("before", "expected", "value", "returned", "held"),
-    [
-        (None, None, b"1", b"1", b"1"),  # created
-        (None, b"0", b"1", None, None),  # an expectation of what is not there
-        (None, b"1", b"1", None, None),  # ... even when it is the new value itself
-        (b"0", b"0", b"1", b"1", b"1"),  # updated
-        (b"0", b"0", b"0", b"0", b"0"),
-        (b"0", None, b"1", b"0", b"0"),  # another client was first
-        (b"0", b"2", b"1", b"0", b"0"),  # another client has changed the value
-        (b"1", b"0", b"1", b"1", b"1"),  # our own write, whose answer was lost
-        (b"1", None, b"1", b"1", b"1"),
-        (b"00", b"0", b"1", b"00", b"00"),  # the whole value counts
-    ],
-)
+CASES = [
+    (None, None, b"1", b"1", b"1"),  # created
+    (None, b"0", b"1", None, None),  # an expectation of what is not there
+    (None, b"1", b"1", None, None),  # ... even when it is the new value itself
+    (b"0", b"0", b"1", b"1", b"1"),  # updated
+    (b"0", b"0", b"0", b"0", b"0"),
+    (b"0", None, b"1", b"0", b"0"),  # another client was first
+    (b"0", b"2", b"1", b"0", b"0"),  # another client has changed the value
+    (b"1", b"0", b"1", b"1", b"1"),  # our own write, whose answer was lost
+    (b"1", None, b"1", b"1", b"1"),
+    (b"00", b"0", b"1", b"00", b"00"),  # the whole value counts
+]
+
+
+@pytest.mark.parametrize(("before", "expected", "value", "returned", "held"), CASES)
 def test_put_if_sets_only_what_was_expected_and_tells_what_is_there(
     shelf: Shelf, before: bytes | None, expected: bytes | None, value: bytes, returned: bytes | None, held: bytes | None
 ) -> None:
@@ -145,6 +150,61 @@ def test_put_if_sets_only_what_was_expected_and_tells_what_is_there(
     assert store.put_if(shelf("k"), expected, value) == returned
     assert store.get([shelf("k")]) == ({} if held is None else {shelf("k"): held})
     assert store.under(shelf.prefix) == ({} if held is None else {shelf("k"): held})
+
+
+@pytest.mark.parametrize(("before", "expected", "value", "returned", "held"), CASES)
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_write_and_what_is_read_after_it_may_go_together(
+    shelf: Shelf, polled: bool, before: bytes | None, expected: bytes | None, value: bytes, returned: bytes | None, held: bytes | None
+) -> None:
+    store, key, other = shelf.connect(), shelf("k"), shelf("other")
+    store.put_if(other, None, b"5")
+    store.put_if(key, None, before or b"9")
+    if before is None:
+        shelf.connect().delete(key)
+    keys = [shelf("none"), other, key]
+    descriptor = store.ask(key, expected, value, keys) if polled else None
+    if descriptor is None:
+        found = store.put_if_and_get(key, expected, value, keys)
+    else:
+        while (answer := store.answer()) is None:
+            assert select.select([descriptor], [], [], PATIENCE)[0]
+        found = answer
+    assert found == (returned, {other: b"5"} if held is None else {key: held, other: b"5"})
+    assert shelf.connect().get(keys) == found[1]
+
+
+def test_what_a_connection_may_not_take_at_once_is_not_asked_without_waiting(shelf: Shelf) -> None:
+    store, key = shelf.connect(), shelf("k")
+    for before, after in ((b"1", b"2"), (b"2", b"x" * 8192), (b"x" * 8192, b"3")):
+        store.put_if(key, None, before)
+        large = len(before) + len(after) > tcp_wire.NEVER_WAITS
+        assert not large or store.ask(key, before, after, [key]) is None
+        assert store.put_if_and_get(key, before, after, [key]) == (after, {key: after})
+
+
+def has_arrived(connection: TcpConnection, length: int) -> bool:
+    """Take what has arrived. Return whether that are ``length`` bytes of answers that are not complete."""
+    if connection.arrived(3) is not None:
+        return False
+    return len(connection._arrived) + sum(8 + len(value) for value in connection._complete) == length
+
+
+def test_an_answer_that_arrives_in_pieces_is_taken_as_a_whole() -> None:
+    values = [b"", b"one", b"x" * 100_000]
+    answers = b"".join(len(value).to_bytes(8, "little") + value for value in values)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        connection = TcpConnection("127.0.0.1", listening.getsockname()[1], PATIENCE)
+        peer, _ = listening.accept()
+        with closing(connection), peer:
+            for begin, end in itertools.pairwise((0, 5, 8, 12, 18, 19, 70_000, len(answers) - 1)):
+                peer.sendall(answers[begin:end])
+                until(partial(has_arrived, connection, end), "the piece")
+            peer.sendall(answers[-1:])
+            assert until(lambda: connection.arrived(3), "the rest") == values
+            peer.sendall((tcp_wire.LARGEST + 1).to_bytes(8, "little"))
+            with pytest.raises(ValueError, match="a value of"):
+                until(lambda: connection.arrived(1), "an error")
 
 
 def test_get_returns_those_that_exist(shelf: Shelf) -> None:

@@ -47,7 +47,7 @@ from elastirun.rendezvous.wire.events import (
 )
 from elastirun.rendezvous.wire.exchanges import CONNECT_LIMIT, Answer, Connection, Exchanges, failure
 from elastirun.rendezvous.wire.records import Blame, ExitRecord, NodeRow, Place, RoundRecord
-from elastirun.rendezvous.wire.sync import Operation, Steps, SyncProtocol
+from elastirun.rendezvous.wire.sync import Operation, PutAndGet, Steps, SyncProtocol
 
 if TYPE_CHECKING:
     from tests.sim.live import Live
@@ -114,6 +114,29 @@ class LeasedStore(MemoryStore):
 def read_round(data: dict[str, bytes]) -> RoundRecord | None:
     """Return the round record as a node would read it."""
     return SyncProtocol("job/", "reader", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(rows=()), 0.0).round
+
+
+def one_by_one(steps: Steps) -> Steps:
+    """Make two operations of each ``PutAndGet``: at a TCPStore they take one round trip, but others may write between them there, too."""
+    answer: Any = None
+    while True:
+        try:
+            operation = steps.send(answer)
+        except StopIteration as done:
+            return done.value
+        if isinstance(operation, PutAndGet):
+            now = yield partial(put_alone, operation)
+            answer = now, (yield partial(get_alone, operation)) if operation.keys else {}
+        else:
+            answer = yield operation
+
+
+def put_alone(operation: PutAndGet, store: MemoryStore) -> bytes | None:
+    return store.put_if(operation.key, operation.expected, operation.value)
+
+
+def get_alone(operation: PutAndGet, store: MemoryStore) -> dict[str, bytes]:
+    return store.get(operation.keys)
 
 
 def write_round(data: dict[str, bytes], record: RoundRecord) -> None:
@@ -608,7 +631,7 @@ class World:
         """Begin an exchange over the node's connection. After it is given up it goes on: its writes arrive, but nobody hears of them."""
         connection = node.connection
         self._await_answer(node, connection)
-        self._go_on(node, connection, connection.protocol.steps(sync, node.now), None)
+        self._go_on(node, connection, one_by_one(connection.protocol.steps(sync, node.now)), None)
 
     def _await_answer(self, node: Node, connection: Connection) -> None:
         """Give the next operation of an exchange its time."""
@@ -712,7 +735,7 @@ class World:
         for _ in range(1 + (rng.random() < deaths.repeated) * rng.randint(1, 3)):
             delay = rng.uniform(0.0, LATE_NOTICE if rng.random() < deaths.late else NOTICE_TAKES)
             protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
-            steps = write_notice(protocol, node.id, number, ran)
+            steps = one_by_one(write_notice(protocol, node.id, number, ran))
             self.at(delay, partial(self._go_on_telling, node, node.machine.store.place, steps, None, partial(self.tell_standbys, node)))
 
     def tell_standbys(self, node: Node) -> None:

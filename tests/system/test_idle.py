@@ -19,6 +19,17 @@ def wake_ups(agent: int, workers: list[Worker]) -> float:
     return (costs.wake_ups(pids) - before) / (time.monotonic() - began)
 
 
+def test_idle_agents_of_two_nodes_wake_up_a_few_times_a_second(nodes: Cluster) -> None:
+    """For each beat the loop wakes to ask the store and to take its answer, and on the store's host the server wakes once for each node."""
+    agents = [nodes.agent(i, nnodes="2") for i in (1, 2)]
+    workers = nodes.round(2)
+    for agent, most in zip(agents, (16.0, 8.0), strict=True):
+        until(lambda agent=agent, most=most: wake_ups(agent.pid, workers) <= most, f"at most {most:g} wake-ups per second")
+    for worker in workers:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0]
+
+
 def test_an_idle_agent_without_other_nodes_wakes_up_a_few_times_a_second(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--standalone", str(nodes.script))
     workers = nodes.round(1)

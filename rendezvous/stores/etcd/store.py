@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd.access import Access
 from elastirun.rendezvous.stores.etcd.client import DEADLINE, LARGEST, Client, Cluster, LeaseNotFound
 from elastirun.rendezvous.stores.etcd.messages import check_installed
@@ -93,7 +94,7 @@ class NodeLease:
                 self._say("this node's lease at etcd expired, and its row was deleted with it; the row is written again under a new lease")
 
 
-class EtcdStore:
+class EtcdStore(Store):
     """A connection to etcd. The constructor reads once, so that a wrong setting fails when the connection is made.
 
     ``prefix`` is put in front of every key at etcd; callers do not see it. Errors: ``StoreError``.
