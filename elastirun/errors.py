@@ -63,6 +63,10 @@ class StoreMoved(StoreError):
         self.place = place
 
 
+class LargeAnswer(StoreError):
+    """The answer of the store is too large to be taken without waiting."""
+
+
 class UnreadableRound(StoreError):
     """The round record does not parse: the nodes have different tokens or versions, or another program wrote it."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from elastirun import clock
+from elastirun.errors import LargeAnswer
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.wire import exchanges
 from elastirun.rendezvous.wire.actions import Sync
@@ -53,6 +54,7 @@ class StoreConnection(exchanges.Connection):
     store: Store | None = None  # None: not open
     watched: bool = False  # ``store`` tells of changes
     beat: Beat | None = None  # that the loop has asked the store for
+    beats: bool = True  # the loop may ask: the answers are short, as those to an honest node are
 
 
 class StoreThread(Exchanges[StoreConnection]):
@@ -77,6 +79,7 @@ class StoreThread(Exchanges[StoreConnection]):
     def answers(self) -> list[Answer]:
         with suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
+        self._ready.poll(0)  # only this disarms the descriptor of a beat, which would stay readable when its store has hung up
         if self._connection.beat is not None:
             self._take_answer(self._connection, self._connection.beat)
         return super().answers()
@@ -96,17 +99,18 @@ class StoreThread(Exchanges[StoreConnection]):
 
     def _asks(self, connection: StoreConnection, sync: Sync) -> bool:
         """Ask the store for ``sync`` from the loop. False: nothing was asked, because the exchange takes more than one round trip."""
-        if connection.store is None or not connection.watched or sync.rows is None or sync.fresh or sync.change is not None:
+        known = connection.store if connection.watched and connection.beats else None
+        if known is None or sync.rows is None or sync.fresh or sync.change is not None:
             return False
         steps = connection.protocol.steps(sync, clock.now())
         operation = next(steps)
         if not isinstance(operation, PutAndGet):
             return False
-        descriptor = connection.store.ask(operation.key, operation.expected, operation.value, operation.keys)
+        descriptor = known.ask(operation.key, operation.expected, operation.value, operation.keys)
         if descriptor is None:
             return False
         self._await_answer(connection)
-        connection.beat = Beat(sync, connection.store, steps, descriptor)
+        connection.beat = Beat(sync, known, steps, descriptor)
         self._await_readable(descriptor)
         return True
 
@@ -130,6 +134,10 @@ class StoreThread(Exchanges[StoreConnection]):
         except StopIteration as done:
             connection.deadline = None
             connection.answers.append(replace(done.value, hosting=beat.store.hosting))
+        except LargeAnswer:
+            self.reconnect()
+            self._connection.beats = False
+            self._execute(self._connection, beat.sync)
         except Exception as error:
             self._fail(error)
 

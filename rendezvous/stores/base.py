@@ -41,7 +41,10 @@ class Store(Protocol):
         return None
 
     def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
-        """Return the answer to what was asked, without waiting; None: it is not complete yet."""
+        """Return the answer to what was asked, without waiting; None: it is not complete yet.
+
+        ``LargeAnswer``: it cannot be had so. Then this connection is of no use any more.
+        """
         return None
 
     def keep_alive(self, key: str) -> bool:

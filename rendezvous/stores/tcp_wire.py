@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from elastirun import clock
+from elastirun.errors import LargeAnswer
 
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client; not answered
 CANCEL_WAIT = b"\x0c"  # ends a wait; answered with ``CANCELED``
 LIST_KEYS = b"\x11"  # answered with the number of keys, in eight bytes, and the keys; by the server of torch 2.6 with a hang-up
 CAME, CANCELED = b"\0", b"\1"  # answers to a wait: every key exists, and to its end
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
-AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours: they fit into a connection's buffers
+AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours, and of answers that are not waited for
 NEVER_WAITS = 8192  # bytes that a connection takes without waiting when all before are answered; a send buffer has 16 KiB at first
 SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests and answers
 
@@ -77,7 +78,6 @@ class TcpConnection:
         self.limit = limit
         self._socket = _connect(address, port, limit)
         self._arrived = bytearray()  # of answers, and not taken yet
-        self._complete: list[bytes] = []  # values of which ``arrived`` has not told, because more are to come
         self._until = clock.now() + limit  # when the answers must be there
         self._large = LARGEST  # bytes of the answers that are given more time
 
@@ -155,21 +155,25 @@ class TcpConnection:
         return self._socket.fileno()
 
     def arrived(self, count: int) -> list[bytes] | None:
-        """Return the next ``count`` values, without waiting; None: they have not all arrived. ``ValueError``: no store holds such a one."""
+        """Return the next ``count`` values, without waiting; None: they have not all arrived.
+
+        Values that are larger than ``AT_ONCE`` together are a ``LargeAnswer``: this connection is of no use after it.
+        """
         self._socket.settimeout(0.0)
         with suppress(BlockingIOError):
-            if not (more := self._socket.recv(1 << 16)):
+            if not (more := self._socket.recv(AT_ONCE)):
                 raise ConnectionError("the other side has hung up")
             self._arrived += more
-        while len(self._complete) < count:
-            length = int.from_bytes(self._arrived[:8], "little")
-            if length > LARGEST:
-                raise ValueError(f"a value of {length} bytes")
-            if len(self._arrived) < 8 + length:
+        values, at = list[bytes](), 0
+        while len(values) < count:
+            end = at + 8 + int.from_bytes(self._arrived[at : at + 8], "little")
+            if end > AT_ONCE:
+                raise LargeAnswer(f"an answer of {end} bytes")
+            if len(self._arrived) < max(end, at + 8):
                 return None
-            self._complete.append(bytes(memoryview(self._arrived)[8 : 8 + length]))
-            del self._arrived[: 8 + length]
-        values, self._complete = self._complete, []
+            values.append(bytes(self._arrived[at + 8 : end]))
+            at = end
+        del self._arrived[:at]
         return values
 
     def wait(self, key: str, seconds: float) -> bool:

@@ -20,7 +20,7 @@ from elastirun.errors import StoreError, StoreRefused
 from elastirun.rendezvous import store_thread
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.stores.tcp import connect
+from elastirun.rendezvous.stores.tcp import TcpStore, connect
 from elastirun.rendezvous.stores.tcp_server import ServedStore
 from elastirun.rendezvous.wire import exchanges
 from elastirun.rendezvous.wire.actions import Change, Put, Sync
@@ -453,13 +453,25 @@ def test_what_a_beat_still_needs_is_left_to_the_thread(made: list[StoreThread], 
     assert isinstance(found, Synced) and found.row == row("me", 4)
 
 
-def test_a_large_answer_to_a_beat_arrives_in_pieces(made: list[StoreThread], served: ServedStore) -> None:
-    """Anybody may have written megabytes into a row."""
-    thread = new_thread(made, served.connect)
+def test_large_answers_are_taken_in_the_thread(made: list[StoreThread], served: ServedStore) -> None:
+    """Anybody may have written megabytes into a row. The loop, which keeps what has arrived, takes none of them."""
+    stores = list[TcpStore]()
+    thread = new_thread(made, lambda: (stores.append(served.connect()), stores[-1])[1])
     served.connect().put_if(key("a"), None, b"x" * (8 << 20))
     assert isinstance(ask(thread, Sync(Put(None, row("me")), rows=())), Synced)
-    (found,) = beats(thread, 2, 3)
-    assert isinstance(found, Synced) and found.row == row("me", 2) and len(found.ignored) == 1
+    for found in beats(thread, 2, 6):
+        assert isinstance(found, Synced) and len(found.ignored) == 1
+    assert found.row == row("me", 5) and len(stores) == 2, "it connects anew once"
+
+
+def test_a_store_that_hangs_up_between_beats_does_not_keep_the_loop_awake(made: list[StoreThread], served: ServedStore) -> None:
+    thread = new_thread(made, served.connect)
+    assert isinstance(ask(thread, Sync(Put(None, row("me")), rows=())), Synced)
+    assert isinstance(beats(thread, 2, 3)[0], Synced)
+    served.close()
+    store = thread._connection.store
+    assert isinstance(store, TcpStore) and select.select([store._connection._socket], [], [], PATIENCE)[0], "it has hung up"
+    until(lambda: not thread.answers() and not select.select([thread.fileno()], [], [], 0.1)[0], "quiet")
 
 
 def test_a_store_that_ends_during_a_beat_is_a_failed_exchange_and_the_next_one_connects_anew(
