@@ -193,6 +193,20 @@ def test_a_file_that_only_the_command_can_open_is_read_by_an_agent_in_its_place(
     assert (ended.returncode, "only this process has" in ended.stderr) == (0, True), ended.stderr
 
 
+@pytest.mark.parametrize("name", ["tqdm.utils", "other.utils"])
+def test_a_module_that_goes_through_the_whole_environment_may_keep_values_of_it_unless_it_is_known_not_to(warm: Warm, name: str) -> None:
+    """tqdm looks for TQDM_..., and torch imports it where it is installed."""
+    package = warm.module.parent / name.partition(".")[0]
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "utils.py").write_text("import os\nOWN = {k: v for k, v in os.environ.items() if k.startswith('TQDM_')}\n")
+    warm.module.write_text(f"{MODULE}\nimport {name}\n")
+    ended = warm.command()
+    assert ("warm_module reads" in ended.stderr, ended.returncode, len(warm.servers())) == (
+        (True, 0, 0) if name[0] == "o" else (False, 0, 1)
+    )
+
+
 def test_what_has_changed_since_it_was_imported_is_imported_anew(warm: Warm) -> None:
     first = warm.shown()
     warm.module.write_text(f"{MODULE}\n# changed\n")

@@ -89,7 +89,7 @@ TORCH = {
 }
 FRAMEWORKS = {
     "accelerate": TRAINS.format(wrapped="__import__('accelerate').Accelerator(cpu=True).prepare(model)"),
-    "lightning": "import lightning\nprint(lightning.__version__, lightning.Trainer(accelerator='cpu', devices=1, logger=False))",
+    "lightning": "import lightning\nprint(lightning.Trainer(accelerator='cpu', devices=1, logger=False).num_devices)",
     "transformers": "from transformers import BertConfig, BertModel\n"
     "print(sum(each.numel() for each in BertModel(BertConfig(hidden_size=8, num_attention_heads=2)).parameters()))",
 }

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ROUND_NAMES = frozenset(
     "RANK LOCAL_RANK ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
     "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_ERROR_FILE ELASTIRUN_ROUND ELASTIRUN_ROUND_REASON ELASTIRUN_FENCE ELASTIRUN_PROGRESS "
-    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME ELASTIRUN_SOCKET ELASTIRUN_LIVE".split()
+    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME ELASTIRUN_SOCKET ELASTIRUN_LIVE ELASTIRUN_MESH".split()
 )  # variables that differ between the workers of a node, or between its rounds, or are not known yet when the server is started
 ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which takes as long as torch itself
 PARTS = frozenset(part for parts in ALSO.values() for part in parts)
@@ -51,6 +51,7 @@ RARELY = 100_000_007  # new objects before a collection of garbage; no module ch
 TORCH_FIXED_SEED = 67280421310721  # torch's default generator begins with it where it is not seeded from the system
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
+OF_THEIR_OWN = frozenset({"tqdm.utils"})  # modules that go through the environment for variables with a prefix of their own
 watched_names = ROUND_NAMES  # variables whose value a module must not read while it is imported
 on_step: Callable[[], object] | None = None  # what stamps a step; None: no optimizer has made one yet
 
@@ -115,6 +116,10 @@ def load(
                 read.add(name)
                 on_read()
             return super().__getitem__(name)
+
+        def __iter__(self) -> Any:
+            caller = sys._getframe(2).f_globals.get("__name__")  # that of ``items()``
+            return (name for name in super(Watching, self).__iter__() if caller not in OF_THEIR_OWN or name not in watched_names)
 
     trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
     thresholds = gc.get_threshold()
