@@ -361,7 +361,7 @@ def test_attributes_are_counted() -> None:
     assert isinstance(node, ast.ClassDef) and attributes(node) == {"a", "b", "c", "d"}
 
 
-MOST_CODE, MOST_FILES = 28_950, 320  # of the product, see docs/decisions/0031 and 0033
+MOST_CODE, MOST_FILES = 29_450, 322  # of the product, see docs/decisions/0031, 0033 and 0034
 
 
 def lines_of_code(source: str) -> int:
