@@ -27,6 +27,7 @@ from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.session import STANDSTILL
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
+from elastirun.mesh import Mesh
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.wire.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.wire.events import Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
@@ -326,6 +327,7 @@ class Agent:
             nodes, workers, ranks = len(round.record.members), round.record.world_size, round.ranks
             here = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
             size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
+            size += f", {Mesh.parse(self._config.mesh).described(workers)}" if self._config.mesh else ""
             kept = len(round.parked)
             same = f", {kept} in {'the process' if kept == 1 else 'processes'} of the last round" if kept else ""
             self._console.say(f"round {round.number}: {size}; here {here}{same} ({round.record.reason})")

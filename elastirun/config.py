@@ -152,8 +152,15 @@ class LaunchConfig(RendezvousConfig):
     preload: Preload = field(default_factory=Preload)
     numa_binding: str | None = None
     virtual_local_rank: bool = False
+    mesh: str = ""  # that the workers of each round form, as in dp=auto,pp=2,tp=4; empty: none
+    node_unit: int = 1  # the number of nodes of a round is a multiple of it
     health: Endpoint | None = None  # where to serve the health port; an empty host: on every interface; None: nowhere
     health_optional: bool = False  # go on without it when another process has the port
+
+    @property
+    def mesh_of_rounds(self) -> str:
+        """Return the mesh that decides which nodes form a round; empty: there is none."""
+        return self.mesh or (f"dp=auto,node={self.node_unit},worker={self.nproc}" if self.node_unit > 1 else "")
 
     @property
     def standalone(self) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
+from elastirun.mesh import Mesh
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.peers.ranks import choose, member
+from elastirun.rendezvous.peers.seats import Seats, assign
 from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, keeps_state, pause_before, why_held
 from elastirun.rendezvous.updates import break_up, count_failure, count_loss
@@ -63,18 +65,20 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
     if causes and (why := _why_final(rules, view, record, causes[0])):
         return _give_up(record, causes, why)
     ready, held = _admit(rules, record, view.candidates())
-    chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
+    seats = take_seats(rules, record, ready)
+    chosen = _rows(seats.members, ready)
     waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, frozenset(row.id for row in chosen))
     if waiting is not None:
         return waiting
-    missing = _missing(rules, chosen, ready)
+    missing = _missing(rules, chosen, ready, seats.reason)
     if missing:
         return Forming(None, missing)
     pause = pause_before(rules, record) if causes else min(rules.restart_pause, held)
     if now < over_since + pause and not keeps_state(chosen, record.round):
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
         return Forming(None, f"{why}; the next one starts after {pause:.1f} s", check_again=over_since + pause, news=True)
-    early = _too_early(rules, view, chosen, settled_since, over_since, redirected_since) if record.round == 0 else None
+    here = ready if rules.mesh else chosen  # who is over with a mesh need not be waited for
+    early = _too_early(rules, view, here, settled_since, over_since, redirected_since) if record.round == 0 else None
     if early is not None:
         return early
     host = record.host if record.term else next((row.id for row in chosen if row.hosts), "")
@@ -82,7 +86,7 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
         record,
         version=record.version + 1,
         round=record.round + 1,
-        members=tuple(member(row) for row in chosen),
+        members=seats.members,
         reason=_why(record, lost, causes),
         came=tuple(row.id for row in chosen if record.round and record.index(row.id) is None)[:MOST_CAME],
         broken=None,
@@ -93,8 +97,20 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
     return Forming(following, following.reason, leader=chosen[0].id)
 
 
+def take_seats(rules: Rules, record: RoundRecord, ready: Sequence[NodeRow]) -> Seats:
+    """Return the members of the round after that of ``record``, if the nodes of ``ready`` were to form it."""
+    if rules.mesh is not None:
+        return assign(rules.mesh, record.members, ready, rules.max_nodes)
+    return Seats(tuple(member(row) for row in choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)))
+
+
+def _rows(members: Sequence[Member], ready: Sequence[NodeRow]) -> list[NodeRow]:
+    rows = {row.id: row for row in ready}
+    return [rows[m.id] for m in members]
+
+
 def _too_early(
-    rules: Rules, view: View, chosen: list[NodeRow], settled_since: float, over_since: float, redirected_since: float | None
+    rules: Rules, view: View, here: list[NodeRow], settled_since: float, over_since: float, redirected_since: float | None
 ) -> Forming | None:
     """Return the decision to wait before the first round: for more nodes, or because this job may run elsewhere. None: do not wait."""
     now = view.now
@@ -104,8 +120,8 @@ def _too_early(
         reason = f"this job has moved to {place.address}, where nobody answers; a new run begins after {rules.longest_alone:.0f} s of that"
         return Forming(None, reason, check_again=redirected_since + rules.longest_alone, news=True)
     until = settled_since + rules.last_call
-    if len(chosen) < rules.max_nodes and now < until:
-        reason = f"{len(chosen)} of at most {rules.max_nodes} nodes joined ({names(chosen)}); last call for more"
+    if len(here) < rules.max_nodes and now < until:
+        reason = f"{len(here)} of at most {rules.max_nodes} nodes joined ({names(here)}); last call for more"
         return Forming(None, reason, check_again=until)
     until = over_since + LOOK_BACK
     if rules.succession and others_could_run and now < until:
@@ -121,7 +137,7 @@ def _admit(rules: Rules, record: RoundRecord, ready: list[NodeRow]) -> tuple[lis
     """
     held = hold(record) if record.broken is not None and record.broken.cause is not Cause.JOIN else 0.0
     survivors = [row for row in ready if record.index(row.id) is not None or row.hosts]
-    if held and len(survivors) >= rules.min_nodes:
+    if held and len(take_seats(rules, record, survivors).members) >= rules.min_nodes:
         return survivors, 0.0
     return ready, held
 
@@ -141,6 +157,8 @@ def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], be
         return Forming(None, f"round {record.round} has its {rules.max_nodes} nodes; this node is a spare", news=True)
     if any(view.has_succeeded(m) for m in record.members):
         return Forming(None, f"round {record.round} is finishing; this node is a spare", news=True)
+    if rules.mesh and not own.hosts and (spare := adds_no_replica(rules.mesh, rules.max_nodes, view, newcomers)):
+        return Forming(None, spare, news=True)
     if view.now < admitted_at:
         reason = f"{why_held(record)}; newcomers are taken in after {hold(record):g} s"
         return Forming(None, reason, check_again=admitted_at, news=True)
@@ -149,6 +167,21 @@ def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], be
         return Forming(None, "", check_again=settled_since + rules.debounce)
     joined = break_up(record, Cause.JOIN, f"{names(newcomers)} joined", own.id, view.now - began)
     return Forming(joined, "")
+
+
+def adds_no_replica(mesh: Mesh, limit: int, view: View, newcomers: list[NodeRow]) -> str:
+    """Return in words why a round with the newcomers would have no more replicas than that which runs; empty: it would have more."""
+    record = view.record
+    members = [view.rows.get(m.id) or NodeRow(m.id, m.name, m.address, m.port, m.slots, m.role) for m in record.members]
+    if assign(mesh, record.members, [*members, *newcomers], limit).world > record.world_size:
+        return ""
+    have = sum(row.slots // mesh.inner * mesh.inner for row in [*members, *newcomers]) - record.world_size
+    what = (
+        f"{have} of the {mesh.unit} workers of the next replica of {mesh} are here"
+        if have < mesh.unit
+        else "there is no place for a replica"
+    )
+    return f"round {record.round} goes on: {what}; this node is a spare"
 
 
 def stop(record: RoundRecord | None, number: int) -> Stop:
@@ -211,10 +244,13 @@ def _without_quorum(rules: Rules, view: View, ids: Set[str]) -> Forming | None:
     return Forming(None, f"only {count} are here ({names(here)}), too few to go on: the others may have, without them", minority=True)
 
 
-def _missing(rules: Rules, chosen: list[NodeRow], ready: list[NodeRow]) -> str:
-    """Return in words which nodes are missing; empty when there are enough."""
-    if len(chosen) >= rules.min_nodes:
+def _missing(rules: Rules, chosen: list[NodeRow], ready: list[NodeRow], reason: str) -> str:
+    """Return in words which nodes are missing; empty when there are enough. ``reason``: why there is no member, with a mesh."""
+    if len(chosen) >= max(1, rules.min_nodes):
         return ""
+    if rules.mesh and len(ready) >= rules.min_nodes:
+        count = f"{len(ready)} node{'s' * (len(ready) != 1)} joined" + (f" ({names(ready)})" if ready else "")
+        return f"{count}; {reason or f'--mesh={rules.mesh} takes {len(chosen)} of them, and --nnodes wants at least {rules.min_nodes}'}"
     joined = f"{len(chosen)} of {rules.min_nodes} nodes joined" + (f" ({names(chosen)})" if chosen else "")
     if rules.fixed_ranks:
         absent = sorted(set(range(rules.max_nodes)) - {row.node_rank for row in chosen})

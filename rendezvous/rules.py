@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from elastirun.mesh import Mesh
 from elastirun.rendezvous.timing import Timing
 from elastirun.rendezvous.wire.records import Member, NodeRow, RoundRecord, Verdict
 
@@ -31,6 +32,7 @@ class Rules(Timing):
     lasting: bool = False  # the store outlives its jobs
     hosted: bool = False  # one of the job's agents should serve the store
     store_succession: str = "off"  # or "proof", "majority": when the store moves, see docs/decisions/0020
+    mesh_text: str = ""  # of the workers, as in dp=auto,pp=2,tp=4; empty: any number of them forms a round
 
     @cached_property
     def settings(self) -> tuple[str, ...]:
@@ -45,7 +47,13 @@ class Rules(Timing):
             f"--store-grace={self.store_grace:g}",
             "--fail-fast" if self.fail_fast else "no --fail-fast",
             f"--store-succession={self.store_succession}",
+            f"--mesh={self.mesh_text}" if self.mesh_text else "no --mesh",
         )
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the workers of each round form; None: there is none."""
+        return Mesh.parse(self.mesh_text) if self.mesh_text else None
 
     @property
     def succession(self) -> bool:
@@ -73,6 +81,8 @@ def untrue(rules: Rules, record: RoundRecord, row: NodeRow) -> str:
     most = rules.max_nodes
     if len(record.members) > most and not disagreement(rules, record):
         return f"it names {len(record.members)} nodes, and --nnodes allows {most}"
+    if rules.mesh and record.members and not rules.mesh.is_formed_by([m.slots for m in record.members]) and not disagreement(rules, record):
+        return f"it has {record.world_size} workers on {len(record.members)} nodes, which do not fit --mesh={rules.mesh}"
     closed = record.closed
     if closed and closed.verdict is Verdict.SUCCEEDED and record.index(row.id) is not None and row.succeeded != record.round:
         return f"it says that all workers of round {record.round} succeeded, but those of this node have not"

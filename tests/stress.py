@@ -15,6 +15,7 @@ from pathlib import Path
 
 SUITES = {  # name -> module; what it does is in the first line of its docstring
     "histories": "tests.sim.__main__",
+    "seats": "tests.rendezvous.test_seats",
     "explore": "tests.sim.explore",
     "transcripts": "tests.sim.transcript",
     "unnoticed": "tests.sim.mutants",

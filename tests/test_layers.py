@@ -37,7 +37,7 @@ class Layer:
 
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
 EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.linux", "elastirun.secret_files", "elastirun.threads")
-SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.threads", "elastirun.__version__")
+SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.threads", "elastirun.__version__", "elastirun.mesh")
 PAGE = "elastirun.worker.progress_page"
 LINUX = "elastirun.linux"
 LIVE = "elastirun.worker.live_messages"
@@ -77,6 +77,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.worker.optimizer_steps", ("elastirun.progress", PAGE)),
     Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", LINUX, *CONNECTION, *ASKING)),
     Layer("elastirun.errors", never=EFFECTS),
+    Layer("elastirun.mesh", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.standard_streams"),
     Layer("elastirun.config", ("elastirun.rendezvous.timing", *SHARED), never=EFFECTS),

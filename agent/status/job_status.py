@@ -7,13 +7,15 @@ record, ``--expire`` after it began at the latest. Whoever looks again and again
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from elastirun.agent.failures.strikes import sits_out
 from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.step_rates import WorkerSteps
+from elastirun.mesh import Mesh, picture
 from elastirun.rendezvous.failures import describe, root_cause
-from elastirun.rendezvous.formation import names
+from elastirun.rendezvous.formation import adds_no_replica, names
 from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import hold, why_held
 from elastirun.rendezvous.wire.records import Member, NodeRow, RoundRecord, Status
@@ -65,6 +67,8 @@ class JobStatus:
     waiting: str  # for what the job waits, in words; empty: for nothing
     waiting_for: tuple[str, ...]  # ids of the nodes that it waits for
     nodes: tuple[NodeStatus, ...]  # members by rank, then those that wait
+    mesh: str  # of the round, as workers get it in ELASTIRUN_MESH; before the first round as --mesh gives it; empty: there is none
+    cells: tuple[str, ...]  # a line for each group of the innermost dimension: its place in the mesh, its ranks, its node
     events: tuple[str, ...]  # failed workers, root cause first, nodes that sit out, and nodes that left
     steps: tuple[WorkerSteps, ...]  # of the workers on this machine that stamp them, by rank
     live: tuple[int, ...]  # ranks on this machine whose workers keep their processes when the world changes, see docs/elastic.md
@@ -87,6 +91,8 @@ def judge(
     (max_restarts,) = _numbers(record, r"--max-restarts=(\d{1,9})", 1)
     waiting, nodes = _waiting(view, min_nodes, max_nodes)
     over = record.closed or record.broken
+    mesh = _mesh(record)
+    fits = mesh is not None and mesh.is_formed_by([m.slots for m in record.members])
     return JobStatus(
         job=job,
         store=store,
@@ -101,7 +107,9 @@ def judge(
         max_restarts=max_restarts,
         waiting=waiting,
         waiting_for=tuple(node.id for node in nodes),
-        nodes=(*_members(view), *_others(view, max_nodes)),
+        nodes=(*_members(view), *_others(view, max_nodes, mesh)),
+        mesh=mesh.described(record.world_size) if mesh and fits else str(mesh or ""),
+        cells=tuple(picture(mesh, [(f"{m.name} {m.address}", m.slots) for m in record.members])) if mesh and fits else (),
         events=_events(view),
         steps=steps,
         live=live,
@@ -114,6 +122,13 @@ def _numbers(record: RoundRecord, form: str, count: int) -> tuple[int | None, ..
     """Return the numbers in the one of the job's settings that has the form; None for each when there is none."""
     match = next((found for text in record.settings if (found := re.fullmatch(form, text, re.ASCII))), None)
     return tuple(map(int, match.groups())) if match else (None,) * count
+
+
+def _mesh(record: RoundRecord) -> Mesh | None:
+    text = next((text for text in record.settings if text.startswith("--mesh=")), "")
+    with suppress(ValueError):  # somebody else has written that; or there is none
+        return Mesh.parse(text.removeprefix("--mesh="))
+    return None
 
 
 def _state(view: View) -> str:
@@ -189,12 +204,15 @@ def _state_of(view: View, m: Member, row: NodeRow | None) -> NodeState:
     return BY_ROW[row.status] if of_this_round else NodeState.JOINING
 
 
-def _others(view: View, most: int | None) -> list[NodeStatus]:
+def _others(view: View, most: int | None, mesh: Mesh | None) -> list[NodeStatus]:
     """Return the nodes that wait beside the round."""
     record = view.record
     full = record.open and most is not None and len(record.members) >= most
     out = [row for row in view.rows.values() if sits_out(row) and record.index(row.id) is None]
-    rows = sorted((*view.newcomers(), *out), key=lambda row: (row.name, row.address, row.id))
+    newcomers = view.newcomers()
+    if mesh is not None and record.open and adds_no_replica(mesh, most or len(view.rows), view, newcomers):
+        full = True
+    rows = sorted((*newcomers, *out), key=lambda row: (row.name, row.address, row.id))
     waiting = NodeState.SPARE if full else NodeState.JOINING
     return [_node(view, row, None, None, NodeState.SITTING_OUT if sits_out(row) else waiting, row.hosts) for row in rows]
 

@@ -11,6 +11,7 @@ from elastirun.rendezvous.wire.codec import clip
 
 WIDTH = 100  # characters
 MOST_NODES = 16  # lines about nodes; --json has all of them
+MOST_CELLS = 16  # lines about the mesh
 LONGEST_NAME = 28  # characters
 _HEAD = ("NODE", "RANKS", "STATE", "HOST", "ADDRESS")
 
@@ -27,6 +28,7 @@ def _job(job: JobStatus) -> list[str]:
         ("round", f"{job.round}{f': {job.reason}' if job.reason else ''}" if job.round else "none has formed yet"),
         ("ended", job.ended),
         ("nodes", _nodes(job)),
+        ("mesh", job.mesh),
         ("restarts", f"{job.failures} of {job.max_restarts} used" if job.max_restarts else ""),
         ("waiting", job.waiting or ("" if job.ended else "for nobody")),
         ("steps", _steps(job.steps)),
@@ -36,7 +38,17 @@ def _job(job: JobStatus) -> list[str]:
         *(("event", line) for line in job.events),
         *(("ignored", line) for line in job.ignored),
     ]
-    return [clip(f"{title:9} {text}", WIDTH) for title, text in lines if text] + (["", *_table(job.nodes)] if job.nodes else [])
+    return (
+        [clip(f"{title:9} {text}", WIDTH) for title, text in lines if text]
+        + (["", *_table(job.nodes)] if job.nodes else [])
+        + _cells(job.cells)
+    )
+
+
+def _cells(cells: Sequence[str]) -> list[str]:
+    """Return the picture of the mesh, as far as there is room."""
+    more = [f"and {len(cells) - MOST_CELLS} more (--json lists all)"] if len(cells) > MOST_CELLS else []
+    return ["", *(clip(line, WIDTH) for line in cells[:MOST_CELLS]), *more] if cells else []
 
 
 def _nodes(job: JobStatus) -> str:

@@ -54,6 +54,7 @@ def rules(config: LaunchConfig, access: StoreAccess) -> Rules:
         lasting=access.outlives_job,
         hosted=config.endpoint is not None and not access.outlives_job,
         store_succession=config.store_succession,
+        mesh_text=config.mesh_of_rounds,
         **vars(config.timing),
     )
 

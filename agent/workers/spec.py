@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 
@@ -15,10 +15,13 @@ from elastirun.agent.host import numa
 from elastirun.agent.processes import marks
 from elastirun.agent.processes.spawn import STARTUP, WorkerSpec
 from elastirun.config import Command, LaunchConfig
+from elastirun.mesh import Mesh, picture
 from elastirun.rendezvous.peers.ranks import WorkerRanks, worker_ranks
-from elastirun.rendezvous.wire.records import RoundRecord
+from elastirun.rendezvous.peers.seats import assign
+from elastirun.rendezvous.wire.records import NodeRow, RoundRecord
 from elastirun.worker import live_messages, progress_page
 
+MOST_CELLS = 16  # lines about one mesh
 _RUN_PATH = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
@@ -85,6 +88,24 @@ def cpu_sets(config: LaunchConfig, environ: Mapping[str, str]) -> list[frozenset
     return [numa.cpus_for(config.numa_binding, rank, config.nproc, gpus, allowed) for rank in range(config.nproc)]
 
 
+def describe_mesh(config: LaunchConfig) -> Iterator[str]:
+    """Yield lines about the rounds of the fewest and of the most nodes like this one; none without a mesh."""
+    mesh = Mesh.parse(config.mesh_of_rounds) if config.mesh_of_rounds else None
+    for count in sorted({config.min_nodes, config.max_nodes}) if mesh else ():
+        assert mesh is not None
+        rows = [NodeRow(str(at), f"node {at}", "", 0, config.nproc, node_rank=at) for at in range(count)]
+        seats, nodes = assign(mesh, (), rows, count), f"{count} node{'s' * (count > 1)}"
+        if seats.reason:
+            yield f"with {nodes} no round, {seats.reason}"
+            continue
+        over = count - len(seats.members)
+        yield f"with {nodes} {mesh.described(seats.world)}" + (f", {over} of them left over" if over else "")
+        cells = list(picture(mesh, [(m.name, m.slots) for m in seats.members]))
+        yield from cells[:MOST_CELLS]
+        if len(cells) > MOST_CELLS:
+            yield f"and {len(cells) - MOST_CELLS} more"
+
+
 def _for_rank(argv: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     """Fill in the local rank as torchrun does: also for ``$local_rank``, with ``$`` for ``$$``, and not in the program's own name."""
     return argv[0], *(Template(arg).safe_substitute(local_rank=local_rank) for arg in argv[1:])
@@ -136,6 +157,8 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, node: Nod
         "ELASTIRUN_ROUND_REASON": record.reason,
         "ELASTIRUN_FENCE": record.fence,
     }
+    if config.mesh:
+        env["ELASTIRUN_MESH"] = Mesh.parse(config.mesh).described(record.world_size)
     unless_set = {}
     if len(record.members) == 1 and node.loopback:
         unless_set["GLOO_SOCKET_IFNAME"] = node.loopback  # else gloo listens on the address that the host name resolves to

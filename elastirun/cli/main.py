@@ -262,6 +262,7 @@ def _dry_run(config: LaunchConfig, options: GivenOptions) -> str:
     lines += [f"listens: {line}" for line in listening.describe(config)]
     lines += [f"keeps: checkpoints of its workers in memory, at most {checkpoint_memory.limit() / checkpoint_memory.GIB:.1f} GiB"]
     lines += ["live: workers whose script calls elastirun.train.elastic.init_process_group(), and no others; elastirun status shows them"]
+    lines += [f"mesh: {line}" for line in spec.describe_mesh(config)]
     each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"
     argv = spec.command_line(config.command, options.environ)
     return "\n".join([*lines, f"{each}: {shlex.join(argv)}", "Nothing was started."])

@@ -47,6 +47,7 @@ _LIST_RULE = "etcd: HOST:2379,HOST:2379,... c10d: a list says where the store ma
 _DETECT_RULE = "if no endpoint is given, take it and what else is missing from a Slurm step or a Kubernetes Job."
 _PRELOAD = "Import these once, and fork workers from there. auto: torch, if the text of SCRIPT imports it."
 _KEEP_WARM = "What is preloaded stays for TIME after the job (10m), and your next command with the same environment starts with it."
+_MESH = "Rounds of whole replicas: dp=auto,pp=2,tp=4, outermost first; what is over waits as a spare."
 _SUCCESSION = "Another node takes over the store. proof: when its host has died or left; majority: or is silent."
 _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
     f"{time:g}" for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
@@ -68,6 +69,8 @@ GROUPS = {
     "Nodes and workers": (
         Option("nnodes", "N|MIN:MAX", "1:1", "Number of nodes, or the minimum and the maximum."),
         Option("nproc_per_node", "N|auto|gpu|cpu", "1", "Workers on this node. auto: one per GPU, without GPUs one per usable CPU."),
+        Option("mesh", "NAME=SIZE,...", "", _MESH, new=True),
+        Option("node_unit", "N", "1", "A round has a multiple of N nodes; for scripts with a mesh of their own.", new=True),
         Option("standalone", "", None, "Run on this node alone, on a free port. The default for one node without an endpoint."),
         Option("node_rank", "N", "0", "This node's rank, from 0: fixed with static, a preference with c10d."),
     ),

@@ -19,6 +19,7 @@ from elastirun.cli.options import BY_DEST, KEYS, OPTIONS
 from elastirun.cli.rendezvous_options import resolve_rendezvous
 from elastirun.config import NO_FILES, Command, Endpoint, LaunchConfig, LogPolicy, Preload, RendezvousConfig, StdMap, Timing
 from elastirun.errors import StartError, UsageError
+from elastirun.mesh import Mesh
 
 STATIC_JOIN_TIMEOUT = 900.0  # seconds; torchrun's default for its static backend
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's variable for --shutdown-timeout
@@ -85,9 +86,36 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
     _check_ranks(options, logs, nproc, alone=rendezvous.max_nodes == 1)
     _check_gpus(options, nproc, facts)
-    config = replace(config, nproc=nproc)
+    config = _with_mesh(options, replace(config, nproc=nproc))
     preload = _preload(options, named, replace(config, preload=Preload(keep_warm=keep_warm)), facts)
     return replace(config, preload=replace(preload, keep_warm=keep_warm if preload.modules else 0.0))
+
+
+def _with_mesh(options: GivenOptions, config: LaunchConfig) -> LaunchConfig:
+    """Return ``config`` with --mesh or --node-unit. Raises ``UsageError`` where no round could ever form with nodes like this one."""
+    mesh = options.read("mesh", Mesh.parse) if options.text("mesh") else None
+    unit, label = options.read("node_unit", parse.integer(1)), options.label("mesh" if mesh else "node_unit")
+    if mesh is None and unit == 1:
+        return config
+    if mesh is not None and unit > 1:
+        raise UsageError(f"{label} and {options.label('node_unit')} exclude each other; leave one of them out")
+    if config.fixed_ranks and config.max_nodes > 1:
+        raise UsageError(f"{label} chooses the nodes of a round and their ranks, and static fixes them; give --rdzv-backend=c10d")
+    if mesh is None:
+        if unit > config.max_nodes:
+            raise UsageError(f"{label}={unit} is more than the {config.max_nodes} of {options.label('nnodes')}; raise that, or lower this")
+        return replace(config, node_unit=unit)
+    nproc, inner = config.nproc, f"{mesh.names[-1]}={mesh.inner}"
+    if mesh.inner > nproc:
+        why = f"{inner} is more than the {nproc} worker{'s' * (nproc > 1)} of this node, and the innermost dimension never spans nodes"
+        raise UsageError(f"{label}: {why}; raise --nproc-per-node")
+    most = config.max_nodes * (nproc // mesh.inner * mesh.inner)
+    if most < mesh.unit:
+        have = f"{options.label('nnodes')} allows {most} with nodes like this one"
+        raise UsageError(f"{label}: one replica needs {mesh.unit} workers, and {have}; raise that")
+    if over := nproc % mesh.inner:
+        options.warn(f"{label}: {over} of the {nproc} workers of this node are never started, because of {inner}")
+    return replace(config, mesh=str(mesh))
 
 
 def _command(options: GivenOptions, script: Sequence[str]) -> Command:

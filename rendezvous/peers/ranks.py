@@ -56,9 +56,9 @@ def member(row: NodeRow) -> Member:
 
 
 def own_rank(record: RoundRecord, row: NodeRow) -> int | None:
-    """Return the node rank of the node of ``row``; None: it is no member, or is named with a wrong number of slots."""
+    """Return the node rank of the node of ``row``; None: it is no member, or is named with more slots than it has."""
     rank = record.index(row.id)
-    return rank if rank is not None and record.members[rank].slots == row.slots else None
+    return rank if rank is not None and record.members[rank].slots <= row.slots else None
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,11 @@ class Member:
     name: str
     address: str
     port: int
-    slots: int
+    slots: int  # workers that it starts: as in its row, or those of them that a mesh uses
     role: str = "default"
     standby: int = 0  # as in its row
+    block: int = 0  # of a mesh: the number of the smallest run of nodes with whole replicas to which it belongs, see seats.py
+    phase: int = 0  # the place of its first cell in that block
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from elastirun.agent.host import numa
 from elastirun.agent.processes import spawn
 from elastirun.agent.processes.preload import forkserver
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.agent.workers.spec import NodeEnvironment, command_line, cpu_sets, worker_like, worker_specs
+from elastirun.agent.workers.spec import NodeEnvironment, command_line, cpu_sets, describe_mesh, worker_like, worker_specs
 from elastirun.config import Command, Endpoint, LaunchConfig
 from elastirun.rendezvous.wire.records import Member, RoundRecord
 
@@ -85,6 +85,24 @@ def column(record: RoundRecord, *names: str) -> list[tuple[str, ...]]:
 
 
 # --- the variables
+
+
+def test_workers_get_the_mesh_of_their_round() -> None:
+    config = replace(CONFIG, mesh="dp=auto,pp=2,tp=2")
+    assert {spec.env["ELASTIRUN_MESH"] for spec in specs(round_of(4, 4), config=config)} == {"dp=2,pp=2,tp=2"}
+    assert "ELASTIRUN_MESH" not in specs(round_of(4), config=replace(CONFIG, node_unit=2))[0].env
+
+
+def test_a_mesh_is_described_for_the_fewest_and_the_most_nodes() -> None:
+    assert list(describe_mesh(replace(CONFIG, nproc=4, mesh="dp=auto,pp=2,tp=4"))) == [
+        "with 1 node no round, one replica of dp=auto,pp=2,tp=4 needs 8 workers on nodes of at least 4, and 4 are here",
+        "with 3 nodes dp=1,pp=2,tp=4, 1 of them left over",
+        "dp 0, pp 0: ranks 0-3 on node 0",
+        "dp 0, pp 1: ranks 4-7 on node 1",
+    ]
+    lines = list(describe_mesh(replace(CONFIG, nproc=10, min_nodes=3, node_unit=3, mesh="dp=auto")))
+    assert len(lines) == 18 and lines[-1] == "and 14 more"
+    assert list(describe_mesh(CONFIG)) == []
 
 
 def test_the_mark_comes_first_whatever_the_user_has_set() -> None:

@@ -70,6 +70,8 @@ help-all - - flag
 print-completion - - None
 nnodes - PET_NNODES 1:1
 nproc-per-node - PET_NPROC_PER_NODE 1
+mesh - PET_MESH ''
+node-unit - PET_NODE_UNIT 1
 standalone - PET_STANDALONE flag
 node-rank - PET_NODE_RANK 0
 rdzv-endpoint - PET_RDZV_ENDPOINT ''

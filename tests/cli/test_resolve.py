@@ -565,6 +565,36 @@ def test_which_failures_count() -> None:
     assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)
 
 
+def test_a_mesh_and_a_unit_of_nodes() -> None:
+    where = "--nnodes=1:4 --nproc-per-node=4 --rdzv-endpoint=h --rdzv-id=j"
+    config = config_of(f"{where} --mesh=dp=auto,pp=2,tp=4 t.py")
+    assert (config.mesh, config.mesh_of_rounds, config.node_unit) == ("dp=auto,pp=2,tp=4", "dp=auto,pp=2,tp=4", 1)
+    config = config_of(f"{where} --node-unit=2 t.py")
+    assert (config.mesh, config.mesh_of_rounds) == ("", "dp=auto,node=2,worker=4")
+    assert config_of(f"{where} --node-unit=1 t.py").mesh_of_rounds == config_of("t.py").mesh_of_rounds == ""
+    assert config_of("--nproc-per-node=4 t.py", {"PET_MESH": "dp=auto,tp=2"}).mesh == "dp=auto,tp=2"
+    assert "1 of the 4 workers of this node are never started, because of tp=3" in warning_of(f"{where} --mesh=dp=auto,tp=3 t.py")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("--mesh=dp=2,tp=2", "--mesh: a mesh has at most 8 dimensions; give exactly one of them the size auto, as in dp=auto,tp=4"),
+        (
+            "--mesh=dp=auto,tp=8",
+            "--mesh: tp=8 is more than the 4 workers of this node, and the innermost dimension never spans nodes; raise",
+        ),
+        ("--mesh=dp=auto,pp=8,tp=4", "--mesh: one replica needs 32 workers, and --nnodes allows 16 with nodes like this one; raise that"),
+        ("--mesh=dp=auto,tp=4 --node-unit=2", "--mesh and --node-unit exclude each other; leave one of them out"),
+        ("--node-unit=5", "--node-unit=5 is more than the 4 of --nnodes; raise that, or lower this"),
+        ("--node-unit=0", "--node-unit: 0 is out of range; give a whole number of at least 1"),
+        ("--rdzv-backend=static --node-rank=0 --mesh=dp=auto", "and static fixes them; give --rdzv-backend=c10d"),
+    ],
+)
+def test_a_mesh_that_no_round_could_have(options: str, error: str) -> None:
+    assert error in error_of(f"--nnodes=1:4 --nproc-per-node=4 --rdzv-endpoint=h --rdzv-id=j {options} t.py")
+
+
 def test_how_often_a_node_may_fail() -> None:
     assert (config_of("t.py").strikes, config_of("t.py").strikes_cooldown) == (0, 600.0)
     config = config_of("--strikes=3 --set=strikes-cooldown=60 t.py")

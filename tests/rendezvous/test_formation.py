@@ -12,7 +12,7 @@ from elastirun.rendezvous.formation import Forming
 from elastirun.rendezvous.peers import ranks
 from elastirun.rendezvous.peers.liveness import Liveness
 from elastirun.rendezvous.peers.view import View
-from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.rules import Rules, disagreement, untrue
 from elastirun.rendezvous.wire.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 
 RULES = Rules(min_nodes=1, max_nodes=3, last_call=5.0, max_restarts=1)
@@ -421,3 +421,70 @@ def test_of_a_round_that_is_cut_off_the_member_heard_of_last_counts() -> None:
     seen = View("c", record, rows([row("c")]), Told("ab", quiet), 100.0)
     decision = formation.form(RULES, seen, 0.0, 0.0)
     assert decision.record is None and decision.check_again == 100.0 + RULES.longest_alone - 10.0
+
+
+# -- a mesh ---------------------------------------------------------------------------------------------------------------
+
+MESH = replace(RULES, max_nodes=4, mesh_text="dp=auto,pp=2,tp=2")  # a replica has two nodes
+
+
+def meshed(present: str, record: RoundRecord = EMPTY, **rules: object) -> Forming:
+    changed = replace(MESH, **rules)  # type: ignore[arg-type]
+    lost = "".join(i for i in record.ids if i not in present)
+    return formation.form(changed, view(record, rows(row(i, done=1) for i in present), lost), 0.0, 99.0)
+
+
+def test_a_round_has_whole_replicas_and_who_is_over_is_a_spare() -> None:
+    assert [chosen(meshed(present)) for present in ("a", "ab", "abc", "abcd")] == ["", "ab", "ab", "abcd"]
+    assert (
+        meshed("a").reason
+        == "1 node joined (name-a 10.0.0.1); one replica of dp=auto,pp=2,tp=2 needs 4 workers on nodes of at least 2, and 2 are here"
+    )
+    assert meshed("abc", min_nodes=3).reason.endswith("--mesh=dp=auto,pp=2,tp=2 takes 2 of them, and --nnodes wants at least 3")
+
+
+def test_a_spare_takes_the_seat_of_a_lost_node() -> None:
+    assert chosen(meshed("acd", after("abcd", Cause.FAILURE))) == "ac"
+    assert chosen(meshed("acde", after("abcd", Cause.FAILURE))) == "aecd"
+
+
+def joined(newcomers: str, hosts: bool = False, own: str = "c", **rules: object) -> Forming:
+    record = replace(after("ab", None), members=meshed("ab").record.members)  # type: ignore[union-attr]
+    present = [*(row(i, status=Status.RUNNING) for i in "ab"), *(row(i, hosts=hosts and i == own) for i in newcomers)]
+    comes = [one for one in present if one.id in newcomers]
+    mine = next(one for one in present if one.id == own)
+    return formation.take_in(replace(MESH, **rules), view(record, rows(present)), mine, comes, 5.0, 0.0)  # type: ignore[arg-type]
+
+
+def test_a_newcomer_ends_a_round_only_if_it_adds_a_replica() -> None:
+    waits = joined("c")
+    assert waits.record is None and waits.news
+    assert waits.reason == "round 1 goes on: 2 of the 4 workers of the next replica of dp=auto,pp=2,tp=2 are here; this node is a spare"
+    more = joined("cd")
+    assert more.record is not None and more.record.broken is not None
+    assert "there is no place for a replica; this node is a spare" in joined("cd", max_nodes=3).reason
+    assert joined("c", hosts=True).record is not None, "the store's host takes part in each round"
+
+
+def test_survivors_that_the_mesh_does_not_fit_take_newcomers_after_early_losses() -> None:
+    record = after("ab", Cause.LOST, losses=3)
+    assert chosen(meshed("abcd", record)) == "ab", "the newcomers are held back"
+    assert "rounds in a row lost a node within" in meshed("acd", record).reason
+
+
+def test_with_a_mesh_the_last_call_ends_when_all_nodes_are_there() -> None:
+    present = rows(row(i) for i in "abc")
+    rules = replace(MESH, max_nodes=3)
+    assert chosen(formation.form(rules, view(EMPTY, present, now=1.0), 0.0, 0.0)) == "ab"
+    assert "last call" in formation.form(replace(rules, max_nodes=4), view(EMPTY, present, now=1.0), 0.0, 0.0).reason
+
+
+def test_a_record_that_does_not_fit_the_mesh_is_not_true() -> None:
+    settings = MESH.settings
+    record = replace(after("ab", None), settings=settings)
+    assert untrue(MESH, record, row("z")) == ""
+    assert (
+        untrue(MESH, replace(record, members=record.members[:1]), row("z"))
+        == "it has 2 workers on 1 nodes, which do not fit --mesh=dp=auto,pp=2,tp=2"
+    )
+    assert "--mesh=dp=auto,pp=2,tp=2" in disagreement(MESH, replace(record, settings=RULES.settings))

@@ -68,6 +68,56 @@ MUTANTS = (
         instead_of("isdecimal", "part.isdigit()"),
         seen_by="formation::numbers_in_addresses_are_compared_as_numbers",
     ),
+    # A mesh.
+    mutant(
+        "a round has whole replicas",
+        "peers.seats:_new_blocks",
+        instead_of("sum((cells[row.id] for row in rows)) // mesh.depth * mesh.depth", "sum(cells[row.id] for row in rows)"),
+        always("not phase"),
+        seen_by="formation::a_round_has_whole_replicas_and_who_is_over_is_a_spare",
+    ),
+    mutant(
+        "a spare takes the seat of a lost node",
+        "peers.seats:_fill",
+        skips("block.nodes[at] = found[1]"),
+        seen_by="formation::a_spare_takes_the_seat_of_a_lost_node",
+    ),
+    mutant(
+        "nodes with the right parts of the model come first",
+        "peers.seats:_keep",
+        skips("_fill(chosen, held, exact=True)"),
+        seen_by="seats::of_two_broken_replicas_one_is_mended_by_the_nodes_with_the_same_parts",
+    ),
+    mutant(
+        "the host of the store has a seat",
+        "peers.seats:assign",
+        instead_of("(False, True)", "(False,)"),
+        seen_by="seats::the_host_of_the_store_has_a_seat",
+    ),
+    mutant(
+        "what a stranger has written as the last round is left aside",
+        "peers.seats:assign",
+        never("not mesh.fits(_world(members))"),
+        seen_by="seats::what_a_stranger_has_written_as_the_last_round_breaks_nothing",
+    ),
+    mutant(
+        "who adds no replica ends no round",
+        "formation:take_in",
+        part_never("adds_no_replica"),
+        seen_by="formation::a_newcomer_ends_a_round_only_if_it_adds_a_replica",
+    ),
+    mutant(
+        "survivors that fit no mesh take newcomers after early losses",
+        "formation:_admit",
+        instead_of("take_seats(rules, record, survivors).members", "survivors"),
+        seen_by="formation::survivors_that_the_mesh_does_not_fit_take_newcomers_after_early_losses",
+    ),
+    mutant(
+        "a record that the mesh does not fit is not true",
+        "rules:untrue",
+        never("rules.mesh.is_formed_by"),
+        seen_by="formation::a_record_that_does_not_fit_the_mesh_is_not_true",
+    ),
     # When a round forms.
     mutant(
         "no round while a member of the last one may still work",
@@ -464,7 +514,7 @@ MUTANTS = (
     mutant(
         "a spare disturbs nobody",
         "formation:take_in",
-        never("max_nodes"),
+        never("len(record.members) >= rules.max_nodes"),
         seen_by="machine::a_spare_waits_without_disturbing_and_steps_in",
     ),
     mutant(
@@ -506,7 +556,7 @@ MUTANTS = (
     mutant(
         "a node named with other slots takes no part",
         "peers.ranks:own_rank",
-        instead_of("rank is not None and record.members[rank].slots == row.slots", "rank is not None"),
+        instead_of("rank is not None and record.members[rank].slots <= row.slots", "rank is not None"),
         seen_by="steps::a_node_that_is_named_with_other_slots_takes_no_part",
     ),
     mutant(
@@ -746,7 +796,7 @@ MUTANTS = (
     mutant(
         "a round of more nodes than --nnodes allows is refused",
         "rules:untrue",
-        never("members"),
+        never("most"),
         seen_by="replay::a_record_with_more_members_than_nnodes_allows_is_refused",
     ),
     mutant(

@@ -5,6 +5,8 @@
     python -m tests.sim --succession --seeds 0:2000
                                                 of these seeds only those with --store-succession, about one in six: the store's
                                                 host dies, the network is torn, loops and machines stand still (docs/decisions/0020)
+    python -m tests.sim --meshed --seeds 0:2000
+                                                of these seeds only those with --mesh, about one in seven
     python -m tests.sim --takeovers --seeds 0:2000
     python -m tests.sim --torn --seeds 0:2000
                                                 the same in small worlds, soon and quickly: see tests/sim/takeovers.py
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:2000", metavar="FROM:TO")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--succession", action="store_true", help="only those seeds in whose history another node may take over the store")
+    parser.add_argument("--meshed", action="store_true", help="only those seeds in whose history the workers form a mesh")
     parser.add_argument("--takeovers", action="store_true", help="small worlds in which the store's host dies soon")
     parser.add_argument("--torn", action="store_true", help="small worlds in which the network is torn for long")
     parser.add_argument("--jobs", type=int, default=1)
@@ -49,6 +52,7 @@ def main() -> None:
         sys.exit(replay(draw(arguments.replay)))
     first, last = map(int, arguments.seeds.split(":"))
     seeds = [seed for seed in range(first, last) if not arguments.succession or draw(seed).rules.succession]
+    seeds = [seed for seed in seeds if not arguments.meshed or draw(seed).rules.mesh_text]
     began, bad, rounds = time.monotonic(), 0, 0
     for seed, violation, formed in results(partial(check, draw), seeds, arguments.jobs):
         rounds += formed

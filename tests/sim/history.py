@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from elastirun.mesh import Mesh
 from elastirun.rendezvous.peers import polling
+from elastirun.rendezvous.peers.seats import assign
 from elastirun.rendezvous.rules import FREE_LOSSES, Rules, hold
 from elastirun.rendezvous.transitions import LEFT
 from elastirun.rendezvous.wire.actions import Outcome
-from elastirun.rendezvous.wire.records import Blame, Cause, RoundRecord
+from elastirun.rendezvous.wire.records import Blame, Cause, NodeRow, RoundRecord
 from tests.sim import invariants
 from tests.sim.live import Live, Switching, draw_switching
 from tests.sim.world import Deaths, Node, Push, Violation, World
@@ -26,6 +28,16 @@ ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all
 # crashes again and again; with nodes that import modules when they begin.
 # And with workers that keep their state from round to round; the same, where each of them is played (tests/sim/live.py).
 WIDE, UNEVEN, LOOPING, IMPORTING, KEEPING, LIVE = 0.1, 0.25, 0.1, 0.125, 0.2, 0.2
+MESHED = 0.3  # share of those without live workers in which the workers form a mesh
+MESHES = (
+    "dp=auto,tp=2",
+    "dp=auto,pp=2,tp=2",
+    "dp=auto,pp=2,tp=1",
+    "dp=auto,pp=3,tp=2",
+    "pp=2,dp=auto,tp=2",
+    "dp=auto,node=2,worker=2",
+    "dp=auto",
+)
 SUCCESSION = 0.5  # share of the histories with a store that a node hosts in which another node's store may take over
 WIDER, CROWDED = 0.6, 0.5  # shares of those with faults of ``WIDER_KINDS``, and of these with four to seven nodes
 MAJORITY = 0.4  # share of the histories with succession in which a majority is enough, without the proof that the host has died
@@ -190,7 +202,23 @@ def draw(seed: int) -> Plan:
     if switching.random() < LIVE:
         faults = _with_close_faults(plan, switching, LIVE_KINDS, switching.uniform(5.0, TROUBLE), [1, 2, 4])
         plan = replace(plan, faults=faults, live=draw_switching(switching))
-    return plan
+    return _with_mesh(plan, random.Random(f"mesh {seed}"))
+
+
+def _with_mesh(plan: Plan, rng: random.Random) -> Plan:
+    """Return the plan with a mesh, in some of those that it concerns: its nodes can form one, and as many as have to be there."""
+    if plan.live is not None or plan.rules.fixed_ranks or rng.random() >= MESHED:
+        return plan
+    mesh = Mesh.parse(rng.choice(MESHES))
+    rows = [NodeRow(str(at), str(at), "", 0, plan.slots[at % len(plan.slots)]) for at in range(plan.nodes)]
+    most = len(assign(mesh, (), rows, plan.rules.max_nodes).members)
+    alike = len(set(plan.slots)) == 1
+    if not most or any(row.slots < mesh.inner for row in rows):  # each node may come to host the store, and then needs a place
+        return plan
+    if not alike and plan.nodes > plan.rules.max_nodes:  # those that come first, or the host, may be the small ones
+        return plan
+    low = min(plan.rules.min_nodes, most) if alike else 1  # of unlike nodes, one may have all that the mesh needs
+    return replace(plan, rules=replace(plan.rules, mesh_text=str(mesh), min_nodes=low))
 
 
 def _with_host_faults(plan: Plan, rng: random.Random) -> tuple[Fault, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+from elastirun.rendezvous.formation import take_seats
+from elastirun.rendezvous.peers.seats import assign
 from elastirun.rendezvous.rules import hold
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
-from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
+from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT
 from elastirun.rendezvous.wire.actions import Outcome, Start
 from elastirun.rendezvous.wire.records import Cause, RoundRecord, Verdict
 from tests.sim import store_invariants
@@ -88,7 +90,13 @@ def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
     ids = [m.id for m in new.members]
     must(world.rules.min_nodes <= len(ids) <= world.rules.max_nodes, f"a round of {len(ids)} nodes")
     must(len(set(ids)) == len(ids), "a node twice in a round")
-    if not world.rules.fixed_ranks:
+    if world.rules.mesh is not None:
+        must(world.rules.mesh.is_formed_by([m.slots for m in new.members]), f"a round of {new.world_size} workers for {world.rules.mesh}")
+        slots = {n.id: n.machine.row.slots for n in world.nodes}
+        must(all(m.slots <= slots[m.id] for m in new.members), "a node with more workers than it has")
+        hosts = [n.id for n in world.nodes if n.alive and n.machine.row.hosts and not old.term]
+        must(not hosts or not set(hosts).isdisjoint(ids), "a round without the host of the store")
+    elif not world.rules.fixed_ranks:
         stayed = [m.id for m in old.members if m.id in ids]
         must([i for i in ids if i in stayed] == stayed, "survivors changed their order")
         if len(ids) >= len(old.members):
@@ -135,15 +143,25 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
 
 def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
     """A node that crashes again and again causes no round more often than ``hold`` allows, while the others can do without it."""
-    if old is None or hold(new) == 0:
+    if old is None:
         return
     broken, members, wait = new.broken, {m.id for m in old.members}, hold(old)
+    if world.rules.mesh is not None and broken is not None and broken.cause is Cause.JOIN and old.broken is None:
+        since = world.t - world.rules.expire * RATES - EXCHANGE_LIMIT  # who was there then may have died, and not count as lost yet
+        there = {i for (i, place), times in world.written_at.items() if place == world.writes_to and times[-1] >= since}
+        waits = [n.machine.row for n in world.nodes if n.id in members or (n.id in there and n.machine.state is JOINING)]
+        host = any(row.hosts and row.id not in members for row in waits)
+        more = assign(world.rules.mesh, old.members, waits, world.rules.max_nodes).world > old.world_size
+        must(more or host, f"newcomers that add no replica of {world.rules.mesh} end a round")
+    if hold(new) == 0:
+        return
     if broken is not None and broken.cause is Cause.JOIN and old.broken is None:
         ran = world.t - world.formed_at[new.fence, world.writes_to]  # two stores may form rounds of one number, of which one never starts
         must(ran >= wait / RATES - SLACK, f"newcomers ended a round after {ran:.1f} s, and are to wait {wait:g} s")
     if new.round > old.round and old.broken is not None and old.broken.cause is not Cause.JOIN:
         stayed = [m for m in new.members if m.id in members]
-        enough = len(stayed) >= world.rules.min_nodes
+        rows = [n.machine.row for n in world.nodes if n.id in {m.id for m in stayed}]
+        enough = len(take_seats(world.rules, old, rows).members) >= world.rules.min_nodes
         others = [m for m in new.members if m.id not in members and m.id != new.host]  # every round includes the store's host
         must(not enough or not others, "a newcomer is taken in at once after many early losses")
 
@@ -206,6 +224,9 @@ def settled(world: World) -> bool:
     if not all(m.id in taking_part or (m.id, record.round) in world.succeeded for m in record.members):
         return False
     finishing = any((m.id, record.round) in world.succeeded for m in record.members)
+    if world.rules.mesh is not None:
+        seats = take_seats(world.rules, record, [n.machine.row for n in alive])
+        return finishing or record.world_size == seats.world
     return finishing or len(record.members) == _places(world, alive)
 
 

@@ -96,10 +96,10 @@ class Cluster:
         self.pending: list[Worker] = []
         self.connections: list[socket.socket] = []
 
-    def agents_at_once(self, numbers: tuple[int, ...], *options: str) -> list[subprocess.Popen[str]]:
+    def agents_at_once(self, numbers: tuple[int, ...], *options: str, nnodes: str = "1:3", nproc: int = 1) -> list[subprocess.Popen[str]]:
         """Start agents that have all been imported before the first one begins, however busy the machine is."""
         gate = self.tmp_path / f"gate{numbers}"
-        agents = [self.agent(i, *options, gate=f"{gate}") for i in numbers]
+        agents = [self.agent(i, *options, nnodes=nnodes, nproc=nproc, gate=f"{gate}") for i in numbers]
         until(lambda: all(Path(f"{gate}.{agent.pid}").exists() for agent in agents), "the agents to be imported")
         gate.touch()
         return agents

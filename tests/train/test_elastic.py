@@ -119,6 +119,12 @@ class Stateful(torch.utils.data.DataLoader[Any]):
         return {}
 
 
+def test_a_mesh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIRUN_MESH", "dp=1")
+    with pytest.raises(WrongUse, match="^a mesh .--mesh. has no live workers yet"):
+        elastic.init_process_group()
+
+
 def test_a_second_loader_with_a_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that does not count would not bring it back, nor set it for other ranks."""
     alone(monkeypatch)

@@ -97,6 +97,23 @@ def make_forks(agent: int, control: socket, before: dict[Any, Any]) -> Callable[
             return work(job, before)
 
 
+def watching(read: set[str], on_read: Callable[[], object]) -> Any:
+    """Return a class for os.environ that adds to ``read`` which variables of ``watched_names`` are read, and calls ``on_read`` then."""
+
+    class Watching(type(os.environ)):  # type: ignore[misc]
+        def __getitem__(self, name: str) -> Any:
+            if name in watched_names:
+                read.add(name)
+                on_read()
+            return super().__getitem__(name)
+
+        def __iter__(self) -> Any:
+            caller = sys._getframe(2).f_globals.get("__name__")  # that of ``items()``
+            return (name for name in super().__iter__() if caller not in OF_THEIR_OWN or name not in watched_names)
+
+    return Watching
+
+
 def load(
     modules: list[str], before_last: Callable[[], object] = lambda: None, on_read: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
@@ -109,22 +126,10 @@ def load(
     import importlib
 
     read: set[str] = set()
-
-    class Watching(type(os.environ)):  # type: ignore[misc]
-        def __getitem__(self, name: str) -> Any:
-            if name in watched_names:
-                read.add(name)
-                on_read()
-            return super().__getitem__(name)
-
-        def __iter__(self) -> Any:
-            caller = sys._getframe(2).f_globals.get("__name__")  # that of ``items()``
-            return (name for name in super(Watching, self).__iter__() if caller not in OF_THEIR_OWN or name not in watched_names)
-
     trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
     thresholds = gc.get_threshold()
     gc.set_threshold(RARELY)  # nearly all that is imported stays; the collections would take a fifth of the time
-    os.environ.__class__ = Watching
+    usual, os.environ.__class__ = type(os.environ), watching(read, on_read)
     unset = "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that asks for GPUs must not initialise CUDA
     for name in modules:
@@ -140,7 +145,7 @@ def load(
         if found := obstacle():
             trouble["obstacle"] = f"importing {name} left {found}"
             break
-    os.environ.__class__ = Watching.__base__
+    os.environ.__class__ = usual
     if unset:
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     gc.freeze()  # a collection in a fork then does not write to, and so copy, the memory of all that was imported

@@ -45,6 +45,8 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
     experimental. With another backend it is that group at once. ``timeout``: for a collective; None: torch's default, 30 minutes for
     gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
     """
+    if backend in LIVE and os.environ.get("ELASTIRUN_MESH"):
+        raise WrongUse("a mesh (--mesh) has no live workers yet: use torch.distributed.init_process_group() and no Elastic")
     Given.backend = backend = NCCL if ":" in backend and backends_of(backend) == backends_of(NCCL) else backend
     Given.timeout = timeout
     if backend in LIVE:
