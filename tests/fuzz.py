@@ -361,11 +361,13 @@ def check_lines(given: tuple[bytes, list[bytes]]) -> bool:
 # A counter above 2^53 would make the record unreadable, as good as garbage.
 COUNTERS = {"version": 7, "failures": 1, "repeats": 0, "quick": 2, "losses": 3}
 RULES = Rules(1, 3, restart_pause=1.0, last_call=0.5)
+MESHES = ("", "dp=auto,pp=2,tp=1", "pp=2,dp=auto,tp=1", "dp=auto")
 
 
-def make_machine(rng: random.Random) -> list[events.Event]:
+def make_machine(rng: random.Random) -> tuple[Rules, list[events.Event]]:
     """A life in which the store holds whatever can be decoded, with ids, rounds and members near enough to matter."""
     ids, now, life = ["me", "n1", "n2", ""], 0.0, list[events.Event]()
+    rules, numbers = replace(RULES, mesh_text=rng.choice(MESHES)), (0, 0, 1, 2, -1, 2**53)
     for _ in range(rng.choice([3, 10, 25])):
         now += rng.choice([0.0, 0.1, 0.6, 6.0, 70.0])
         rows = {i: replace(a_record(rng, NodeRow), id=i, seq=rng.randrange(9)) for i in rng.sample(ids, rng.randrange(4))}
@@ -374,9 +376,10 @@ def make_machine(rng: random.Random) -> list[events.Event]:
         record: RoundRecord = replace(a_record(rng, RoundRecord), store_id="s" if rng.random() < 0.95 else "t", **COUNTERS)
         number = rng.choice([0, 1, 2, 3, 10**6, -1])
         members = tuple(Member(rng.choice(ids), "n", "a", 1, rng.choice([1, 2, 4096])) for _ in range(rng.randrange(5)))
+        members = tuple(replace(m, block=rng.choice(numbers), phase=rng.choice(numbers)) for m in members)
         record = replace(record, round=number, members=members)
         if rng.random() < 0.8:
-            record = replace(record, settings=RULES.settings)
+            record = replace(record, settings=rules.settings)
         if rng.random() < 0.6:
             record = replace(record, broken=None, closed=None)
         failures = a_record(rng, NodeRow).failures[:3]
@@ -391,12 +394,13 @@ def make_machine(rng: random.Random) -> list[events.Event]:
                 [events.Close(now)] if rng.random() < 0.05 else [],
             ]
         )
-    return life
+    return rules, life
 
 
-def check_machine(life: list[events.Event]) -> bool:
+def check_machine(given: tuple[Rules, list[events.Event]]) -> bool:
     """It never raises, starts only its own place, and asks to write only what every node can read."""
-    machine, syncing, told = Machine(RULES, NodeRow("me", "me", "127.0.0.1", 1, 1), 0.0), False, None
+    rules, life = given
+    machine, syncing, told = Machine(rules, NodeRow("me", "me", "127.0.0.1", 1, 1), 0.0), False, None
     for event in [events.Tick(0.0), *life]:
         if isinstance(event, events.Synced | events.SyncFailed) and not syncing:
             continue
