@@ -26,6 +26,7 @@ from elastirun.agent.store.locations import ASK_LIMIT, TcpAt, described
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.failures import describe
+from elastirun.rendezvous.formation import take_seats
 from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.wire.actions import Sync
 from elastirun.rendezvous.wire.codec import Codec
@@ -183,6 +184,9 @@ class Quarantine(Part):
             return strikes.why_stays(machine.hosting, None, self._config.min_nodes)
         here = strikes.others(found.round, found.rows, machine.row.id)
         outvoted = machine.rules.majority and not strikes.may_go_on(found.round, found.rows, here)
+        if machine.rules.mesh is not None:  # who gets no seat does not count
+            seats = take_seats(machine.rules, found.round, [row for row in found.rows.values() if row.id in here])
+            here = frozenset(m.id for m in seats.members)
         return strikes.why_stays(machine.hosting, len(here), self._config.min_nodes, outvoted)
 
     def _broken_for(self, record: RoundRecord | None, now: float) -> float:

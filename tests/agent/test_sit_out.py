@@ -16,6 +16,7 @@ from elastirun.agent.part import NodeRound
 from elastirun.agent.quarantine import AGAIN, CHECK, LOOK_LIMIT, Quarantine
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.peers.ranks import member
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.timing import Timing
 from elastirun.rendezvous.wire.events import SitsOut, Synced, WorkersStopped
 from elastirun.rendezvous.wire.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
@@ -38,7 +39,7 @@ class Node:
         self.looked = 0
         monkeypatch.setattr(sit_out, "Look", self.look)
         self.machine: Any = SimpleNamespace(record=ROUND, row=B, hosting=False, store=SimpleNamespace(place=None, kept_alive=clock.now()))
-        self.machine.rules = SimpleNamespace(majority=True)
+        self.machine.rules = SimpleNamespace(majority=True, mesh=None)
         self.lines: list[str] = []
         self.events: list[events.Event] = []
         access = SimpleNamespace(for_status=lambda place: {}, key_prefix="")
@@ -142,6 +143,15 @@ def test_nodes_that_go_at_the_same_moment_join_again_where_the_rest_is_too_few(m
         assert node.sit_out.out and node.looked == 1
     node.sit_out.tick(now + AGAIN + CHECK)
     assert not node.sit_out.out and node.looked == 2 and "the job needs 2 nodes, and there are 1 others" in node.lines[-1]
+
+
+def test_it_stays_where_the_others_do_not_fit_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two others are left. A replica of three stages needs one more."""
+    for text, out in (("dp=auto,pp=3,tp=1", False), ("dp=auto,pp=2,tp=1", True)):
+        node = Node(monkeypatch, 1, SPARE)
+        node.machine.rules = replace(Rules(2, 3, mesh_text=text), store_succession="majority")
+        node.ends_round(OWN)
+        assert node.sit_out.out == out
 
 
 def test_one_round_is_one_strike(monkeypatch: pytest.MonkeyPatch) -> None:
