@@ -147,9 +147,7 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         return
     broken, members, wait = new.broken, {m.id for m in old.members}, hold(old)
     if world.rules.mesh is not None and broken is not None and broken.cause is Cause.JOIN and old.broken is None:
-        since = world.t - world.rules.expire * RATES - EXCHANGE_LIMIT  # who was there then may have died, and not count as lost yet
-        there = {i for (i, place), times in world.written_at.items() if place == world.writes_to and times[-1] >= since}
-        waits = [n.machine.row for n in world.nodes if n.id in members or (n.id in there and n.machine.state is JOINING)]
+        waits = [n.machine.row for n in world.nodes if n.id in members or _waits(n)]
         host = any(row.hosts and row.id not in members for row in waits)
         more = assign(world.rules.mesh, old.members, waits, world.rules.max_nodes).world > old.world_size
         must(more or host, f"newcomers that add no replica of {world.rules.mesh} end a round")
@@ -164,6 +162,12 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         enough = len(take_seats(world.rules, old, rows).members) >= world.rules.min_nodes
         others = [m for m in new.members if m.id not in members and m.id != new.host]  # every round includes the store's host
         must(not enough or not others, "a newcomer is taken in at once after many early losses")
+
+
+def _waits(node: Node) -> bool:
+    """Return whether the node is, or has last written that it is, a newcomer. It may have died since, unnoticed while the store was away."""
+    stored = node.machine.store.own.stored
+    return JOINING in (node.machine.state, stored.status if stored else None)
 
 
 def _start(world: World, node: Node, start: Start) -> None:
