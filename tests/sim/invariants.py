@@ -165,7 +165,7 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
 
 
 def _waits(node: Node) -> bool:
-    """Return whether the node is, or has last written that it is, a newcomer. It may have died since, unnoticed while the store was away."""
+    """Return whether the node is, or has last written that it is, a newcomer. It may have died since, unnoticed so far."""
     stored = node.machine.store.own.stored
     return JOINING in (node.machine.state, stored.status if stored else None)
 
