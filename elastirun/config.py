@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from pathlib import Path
 
+from elastirun.mesh import Mesh
 from elastirun.rendezvous.timing import Timing as Timing
 
 NO_FILES = Path("/dev/null")  # as --log-dir: nothing is written to files
@@ -160,7 +161,7 @@ class LaunchConfig(RendezvousConfig):
     @property
     def mesh_of_rounds(self) -> str:
         """Return the mesh that decides which nodes form a round; empty: there is none."""
-        return self.mesh or (f"dp=auto,node={self.node_unit},worker={self.nproc}" if self.node_unit > 1 else "")
+        return self.mesh or (str(Mesh.of_nodes(self.node_unit, self.nproc)) if self.node_unit > 1 else "")
 
     @property
     def standalone(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,19 +29,26 @@ class Mesh:
         names, sizes = [], []
         for part in text.split(","):
             name, _, size = part.strip().partition("=")
-            number = int(size) if size.isdecimal() and len(size) < 6 else 0
-            if not (name.isascii() and name.isidentifier()) or (size != "auto" and not 0 < number <= LARGEST):
+            number = int(size) if re.fullmatch("[1-9][0-9]{0,4}", size) else 0
+            if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,31}", name) or (size != "auto" and not 0 < number <= LARGEST):
                 raise ValueError(f"{part.strip()[:40]!r} is no dimension of a mesh; write it as in dp=auto,pp=2,tp=4")
             names.append(name)
             sizes.append(number)
         if len(set(names)) < len(names):
             raise ValueError("two dimensions have one name; give each its own")
-        if sizes.count(0) != 1 or len(names) > MOST_DIMENSIONS:
-            raise ValueError(f"a mesh has at most {MOST_DIMENSIONS} dimensions; give exactly one of them the size auto, as in dp=auto,tp=4")
+        if len(names) > MOST_DIMENSIONS:
+            raise ValueError(f"{len(names)} dimensions are too many; give at most {MOST_DIMENSIONS}")
+        if sizes.count(0) != 1:
+            raise ValueError("exactly one dimension has the size auto; write it as in dp=auto,pp=2,tp=4")
         made = cls(tuple(names), tuple(sizes))
         if made.unit > LARGEST:
             raise ValueError(f"one replica would have {made.unit} workers; give sizes whose product is at most {LARGEST}")
         return made
+
+    @classmethod
+    def of_nodes(cls, unit: int, workers: int) -> Mesh:
+        """Return the mesh of rounds with a multiple of ``unit`` nodes, each of which has so many workers. Errors: ``ValueError``."""
+        return cls.parse(f"dp=auto,node={unit},worker={workers}")
 
     @property
     def auto(self) -> int:

@@ -66,18 +66,22 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
         return _give_up(record, causes, why)
     ready, held = _admit(rules, record, view.candidates())
     seats = take_seats(rules, record, ready)
-    chosen = _rows(seats.members, ready)
-    waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, frozenset(row.id for row in chosen))
+    rows = {row.id: row for row in ready}
+    chosen = [rows[m.id] for m in seats.members]
+    here = ready if rules.mesh else chosen  # with a mesh some of those that are here may have no seat
+    waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, frozenset(row.id for row in here))
     if waiting is not None:
         return waiting
     missing = _missing(rules, chosen, ready, seats.reason)
     if missing:
         return Forming(None, missing)
+    if rules.mesh and _without_quorum(rules, view, frozenset(row.id for row in chosen)):
+        seated = f"{sum(record.index(row.id) is not None for row in chosen)} of the {len(record.members)} nodes of round {record.round}"
+        return Forming(None, f"the mesh has seats for only {seated}, too few to go on without those that may go on elsewhere")
     pause = pause_before(rules, record) if causes else min(rules.restart_pause, held)
     if now < over_since + pause and not keeps_state(chosen, record.round):
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
         return Forming(None, f"{why}; the next one starts after {pause:.1f} s", check_again=over_since + pause, news=True)
-    here = ready if rules.mesh else chosen  # who is over with a mesh need not be waited for
     early = _too_early(rules, view, here, settled_since, over_since, redirected_since) if record.round == 0 else None
     if early is not None:
         return early
@@ -102,11 +106,6 @@ def take_seats(rules: Rules, record: RoundRecord, ready: Sequence[NodeRow]) -> S
     if rules.mesh is not None:
         return assign(rules.mesh, record.members, ready, rules.max_nodes)
     return Seats(tuple(member(row) for row in choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)))
-
-
-def _rows(members: Sequence[Member], ready: Sequence[NodeRow]) -> list[NodeRow]:
-    rows = {row.id: row for row in ready}
-    return [rows[m.id] for m in members]
 
 
 def _too_early(
@@ -251,6 +250,7 @@ def _missing(rules: Rules, chosen: list[NodeRow], ready: list[NodeRow], reason: 
     if rules.mesh and len(ready) >= rules.min_nodes:
         count = f"{len(ready)} node{'s' * (len(ready) != 1)} joined" + (f" ({names(ready)})" if ready else "")
         return f"{count}; {reason or f'--mesh={rules.mesh} takes {len(chosen)} of them, and --nnodes wants at least {rules.min_nodes}'}"
+    chosen = ready if rules.mesh else chosen
     joined = f"{len(chosen)} of {rules.min_nodes} nodes joined" + (f" ({names(chosen)})" if chosen else "")
     if rules.fixed_ranks:
         absent = sorted(set(range(rules.max_nodes)) - {row.node_rank for row in chosen})

@@ -33,6 +33,7 @@ class Rules(Timing):
     hosted: bool = False  # one of the job's agents should serve the store
     store_succession: str = "off"  # or "proof", "majority": when the store moves, see docs/decisions/0020
     mesh_text: str = ""  # of the workers, as in dp=auto,pp=2,tp=4; empty: any number of them forms a round
+    node_unit: int = 1  # where it is not 1, it and the number of workers of each node are the mesh
 
     @cached_property
     def settings(self) -> tuple[str, ...]:
@@ -47,8 +48,14 @@ class Rules(Timing):
             f"--store-grace={self.store_grace:g}",
             "--fail-fast" if self.fail_fast else "no --fail-fast",
             f"--store-succession={self.store_succession}",
-            f"--mesh={self.mesh_text}" if self.mesh_text else "no --mesh",
+            self._mesh_setting,
         )
+
+    @property
+    def _mesh_setting(self) -> str:
+        if self.node_unit > 1 and self.mesh is not None:
+            return f"--node-unit={self.node_unit} with --nproc-per-node={self.mesh.inner}"
+        return f"--mesh={self.mesh_text}" if self.mesh_text else "no --mesh"
 
     @cached_property
     def mesh(self) -> Mesh | None:
@@ -82,7 +89,7 @@ def untrue(rules: Rules, record: RoundRecord, row: NodeRow) -> str:
     if len(record.members) > most and not disagreement(rules, record):
         return f"it names {len(record.members)} nodes, and --nnodes allows {most}"
     if rules.mesh and record.members and not rules.mesh.is_formed_by([m.slots for m in record.members]) and not disagreement(rules, record):
-        return f"it has {record.world_size} workers on {len(record.members)} nodes, which do not fit --mesh={rules.mesh}"
+        return f"it has {record.world_size} workers on {len(record.members)} nodes, which do not fit the mesh {rules.mesh}"
     closed = record.closed
     if closed and closed.verdict is Verdict.SUCCEEDED and record.index(row.id) is not None and row.succeeded != record.round:
         return f"it says that all workers of round {record.round} succeeded, but those of this node have not"

@@ -16,6 +16,7 @@ from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.mesh import Mesh, picture
 from elastirun.rendezvous.failures import describe, root_cause
 from elastirun.rendezvous.formation import adds_no_replica, names
+from elastirun.rendezvous.peers.seats import assign
 from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import hold, why_held
 from elastirun.rendezvous.wire.records import Member, NodeRow, RoundRecord, Status
@@ -89,9 +90,9 @@ def judge(
     record = view.record
     min_nodes, max_nodes = _numbers(record, r"--nnodes=(\d{1,9}):(\d{1,9})", 2)
     (max_restarts,) = _numbers(record, r"--max-restarts=(\d{1,9})", 1)
-    waiting, nodes = _waiting(view, min_nodes, max_nodes)
+    mesh, shown = _mesh(record)
+    waiting, nodes = _waiting(view, min_nodes, max_nodes, mesh)
     over = record.closed or record.broken
-    mesh = _mesh(record)
     fits = mesh is not None and mesh.is_formed_by([m.slots for m in record.members])
     return JobStatus(
         job=job,
@@ -108,8 +109,8 @@ def judge(
         waiting=waiting,
         waiting_for=tuple(node.id for node in nodes),
         nodes=(*_members(view), *_others(view, max_nodes, mesh)),
-        mesh=mesh.described(record.world_size) if mesh and fits else str(mesh or ""),
-        cells=tuple(picture(mesh, [(f"{m.name} {m.address}", m.slots) for m in record.members])) if mesh and fits else (),
+        mesh="" if mesh is None or not shown else mesh.described(record.world_size) if fits else str(mesh),
+        cells=tuple(picture(mesh, [(f"{m.name} {m.address}", m.slots) for m in record.members])) if mesh and shown and fits else (),
         events=_events(view),
         steps=steps,
         live=live,
@@ -124,11 +125,15 @@ def _numbers(record: RoundRecord, form: str, count: int) -> tuple[int | None, ..
     return tuple(map(int, match.groups())) if match else (None,) * count
 
 
-def _mesh(record: RoundRecord) -> Mesh | None:
-    text = next((text for text in record.settings if text.startswith("--mesh=")), "")
-    with suppress(ValueError):  # somebody else has written that; or there is none
-        return Mesh.parse(text.removeprefix("--mesh="))
-    return None
+def _mesh(record: RoundRecord) -> tuple[Mesh | None, bool]:
+    """Return the mesh of the job's rounds, and whether its workers get it."""
+    for text in record.settings:
+        with suppress(ValueError):  # somebody else has written that
+            if text.startswith("--mesh="):
+                return Mesh.parse(text.removeprefix("--mesh=")), True
+            if unit := re.fullmatch(r"--node-unit=(\d{1,5}) with --nproc-per-node=(\d{1,5})", text, re.ASCII):
+                return Mesh.of_nodes(int(unit[1]), int(unit[2])), False
+    return None, False
 
 
 def _state(view: View) -> str:
@@ -151,7 +156,7 @@ def _not_started(view: View) -> list[Member]:
     return [m for m, row in rows if row is None or row.round != view.record.round or row.status not in begun]
 
 
-def _waiting(view: View, low: int | None, high: int | None) -> tuple[str, list[Member]]:
+def _waiting(view: View, low: int | None, high: int | None, mesh: Mesh | None) -> tuple[str, list[Member]]:
     """Return for what the job waits, and for which members."""
     record = view.record
     if record.closed is not None:
@@ -171,6 +176,8 @@ def _waiting(view: View, low: int | None, high: int | None) -> tuple[str, list[M
         return f"for a round to form; nodes here: {here}", []
     if here < low:
         return f"for more nodes: {here} of at least {low} are here", []
+    if mesh is not None and (why := assign(mesh, record.members, view.candidates(), high).reason):
+        return f"for more nodes: {why}", []
     return f"for a round to form; nodes here: {here}, at least {low}, at most {high}", []
 
 

@@ -55,6 +55,7 @@ def rules(config: LaunchConfig, access: StoreAccess) -> Rules:
         hosted=config.endpoint is not None and not access.outlives_job,
         store_succession=config.store_succession,
         mesh_text=config.mesh_of_rounds,
+        node_unit=config.node_unit,
         **vars(config.timing),
     )
 

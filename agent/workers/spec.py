@@ -17,7 +17,7 @@ from elastirun.agent.processes.spawn import STARTUP, WorkerSpec
 from elastirun.config import Command, LaunchConfig
 from elastirun.mesh import Mesh, picture
 from elastirun.rendezvous.peers.ranks import WorkerRanks, worker_ranks
-from elastirun.rendezvous.peers.seats import assign
+from elastirun.rendezvous.peers.seats import Seats, assign
 from elastirun.rendezvous.wire.records import NodeRow, RoundRecord
 from elastirun.worker import live_messages, progress_page
 
@@ -56,6 +56,8 @@ def worker_specs(
         own = _own(config, ranks, node.environ) | {progress_page.VARIABLE: node.pages[ranks.local_rank] if node.pages else ""}
         env = {**first, **node.environ, **shared, **own, "TORCHELASTIC_ERROR_FILE": error_file(ranks.local_rank)}
         env.setdefault("OMP_NUM_THREADS", str(_threads(node.cpus, record.members[node_rank].slots, cpus)))
+        if not config.mesh:
+            env.pop("ELASTIRUN_MESH", None)  # that of a job around this one
         specs.append(WorkerSpec(ranks.local_rank, ranks.rank, _for_rank(argv, ranks.local_rank), env, cpus, node.group, node.files))
     return specs
 
@@ -88,22 +90,36 @@ def cpu_sets(config: LaunchConfig, environ: Mapping[str, str]) -> list[frozenset
     return [numa.cpus_for(config.numa_binding, rank, config.nproc, gpus, allowed) for rank in range(config.nproc)]
 
 
+def check_mesh(config: LaunchConfig) -> tuple[str, int]:
+    """Return why no round could form with nodes like this one (empty: one could), and how many workers of the largest are never started.
+
+    Errors: ``ValueError``, there is no such mesh.
+    """
+    seats = _seats(Mesh.parse(config.mesh_of_rounds), config, config.max_nodes)
+    return seats.reason, sum(config.nproc - m.slots for m in seats.members)
+
+
 def describe_mesh(config: LaunchConfig) -> Iterator[str]:
     """Yield lines about the rounds of the fewest and of the most nodes like this one; none without a mesh."""
-    mesh = Mesh.parse(config.mesh_of_rounds) if config.mesh_of_rounds else None
-    for count in sorted({config.min_nodes, config.max_nodes}) if mesh else ():
-        assert mesh is not None
-        rows = [NodeRow(str(at), f"node {at}", "", 0, config.nproc, node_rank=at) for at in range(count)]
-        seats, nodes = assign(mesh, (), rows, count), f"{count} node{'s' * (count > 1)}"
-        if seats.reason:
-            yield f"with {nodes} no round, {seats.reason}"
-            continue
-        over = count - len(seats.members)
-        yield f"with {nodes} {mesh.described(seats.world)}" + (f", {over} of them left over" if over else "")
-        cells = list(picture(mesh, [(m.name, m.slots) for m in seats.members]))
+    if not config.mesh_of_rounds:
+        return
+    mesh = Mesh.parse(config.mesh_of_rounds)
+    for count in sorted({config.min_nodes, config.max_nodes}):
+        seats, nodes = _seats(mesh, config, count), f"{count} node{'s' * (count > 1)}"
+        over = f", {left} of them left over" if (left := count - len(seats.members)) else ""
+        yield f"with {nodes} no round, {seats.reason}" if seats.reason else f"with {nodes} {mesh.described(seats.world)}{over}"
+        cells = list(picture(mesh, [(m.name, m.slots) for m in seats.members])) if seats.members else []
         yield from cells[:MOST_CELLS]
         if len(cells) > MOST_CELLS:
             yield f"and {len(cells) - MOST_CELLS} more"
+
+
+def _seats(mesh: Mesh, config: LaunchConfig, count: int) -> Seats:
+    """Return the members of a round of ``count`` nodes like this one; none if they are fewer than --nnodes wants."""
+    rows = [NodeRow(str(at), f"node {at}", "", 0, config.nproc, node_rank=at) for at in range(count)]
+    seats = assign(mesh, (), rows, count)
+    too_few = f"the mesh takes {len(seats.members)} of them, and --nnodes wants at least {config.min_nodes}"
+    return seats if seats.reason or len(seats.members) >= config.min_nodes else Seats((), too_few)
 
 
 def _for_rank(argv: tuple[str, ...], local_rank: int) -> tuple[str, ...]:

@@ -101,21 +101,19 @@ def _with_mesh(options: GivenOptions, config: LaunchConfig) -> LaunchConfig:
         raise UsageError(f"{label} and {options.label('node_unit')} exclude each other; leave one of them out")
     if config.fixed_ranks and config.max_nodes > 1:
         raise UsageError(f"{label} chooses the nodes of a round and their ranks, and static fixes them; give --rdzv-backend=c10d")
-    if mesh is None:
-        if unit > config.max_nodes:
-            raise UsageError(f"{label}={unit} is more than the {config.max_nodes} of {options.label('nnodes')}; raise that, or lower this")
-        return replace(config, node_unit=unit)
-    nproc, inner = config.nproc, f"{mesh.names[-1]}={mesh.inner}"
-    if mesh.inner > nproc:
-        why = f"{inner} is more than the {nproc} worker{'s' * (nproc > 1)} of this node, and the innermost dimension never spans nodes"
-        raise UsageError(f"{label}: {why}; raise --nproc-per-node")
-    most = config.max_nodes * (nproc // mesh.inner * mesh.inner)
-    if most < mesh.unit:
-        have = f"{options.label('nnodes')} allows {most} with nodes like this one"
-        raise UsageError(f"{label}: one replica needs {mesh.unit} workers, and {have}; raise that")
-    if over := nproc % mesh.inner:
-        options.warn(f"{label}: {over} of the {nproc} workers of this node are never started, because of {inner}")
-    return replace(config, mesh=str(mesh))
+    count = f"{config.max_nodes} node{'s' * (config.max_nodes > 1)}"
+    config = replace(config, mesh=str(mesh or ""), node_unit=unit)
+    from elastirun.agent.workers import spec
+
+    try:
+        why, idle = spec.check_mesh(config)
+    except ValueError as error:
+        raise UsageError(f"{label}: {error}") from None
+    if why:
+        raise UsageError(f"{label}: {count} like this one, the most that {options.label('nnodes')} allows, form no round: {why}")
+    if idle:
+        options.warn(f"{label}: {idle} of the workers of {count} like this one are never started, because they make no replica")
+    return config
 
 
 def _command(options: GivenOptions, script: Sequence[str]) -> Command:

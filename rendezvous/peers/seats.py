@@ -8,7 +8,8 @@ parts of the model; survivors keep their order. See docs/parallelism.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elastirun.mesh import Mesh
@@ -39,27 +40,27 @@ class _Block:
         return sum(cells for (_, cells), node in zip(self.places, self.nodes, strict=True) if node is None)
 
 
-class _Unfit(Exception):
-    """These nodes can form no replica; one sentence."""
-
-
 def assign(mesh: Mesh, previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int) -> Seats:
     """Return the members of the next round: at most ``limit`` of ``candidates``, with the store's host."""
     rows = sorted(candidates, key=arrival_order)
+    found = _in_order(mesh, previous, rows, limit)
+    small_first = not found.members and len(rows) > limit  # those that come first may be too small
+    return _in_order(mesh, (), sorted(rows, key=lambda row: -row.slots), limit) if small_first else found
+
+
+def _in_order(mesh: Mesh, previous: Sequence[Member], rows: Sequence[NodeRow], limit: int) -> Seats:
     host = next((row for row in rows if row.hosts), None)
-    try:
-        for host_first in (False, True):
-            members = _assign(mesh, previous, rows, limit, host_first)
-            if not mesh.fits(_world(members)):  # there is no replica, or a stranger has written the last round
-                members = _assign(mesh, (), rows, limit, host_first)
-            while len(rows) > limit and _world(more := _assign(mesh, members, rows, limit, host_first)) > _world(members):
-                members = more  # in place of small nodes that have no seat, larger ones that the limit had left out
-            if not members or host is None or host.id in {m.id for m in members}:
-                return Seats(members, "" if members else _why_none(mesh, rows, limit))
-    except _Unfit as error:
-        return Seats((), str(error))
+    members = tuple[Member, ...]()
+    for host_first in (False, True):
+        members = _assign(mesh, previous, rows, limit, host_first)
+        if not mesh.fits(_world(members)):  # there is no replica, or a stranger has written the last round
+            members = _assign(mesh, (), rows, limit, host_first)
+        while len(rows) > limit and _world(more := _assign(mesh, members, rows, limit, host_first)) > _world(members):
+            members = more  # in place of small nodes that have no seat, larger ones that the limit had left out
+        if not members or host is None or host.id in {m.id for m in members}:
+            return Seats(members, "" if members else _why_none(mesh, rows, limit))
     assert host is not None
-    return Seats((), f"{host.name} {host.address} hosts the store, and {mesh} has no place for its {_workers(host.slots)}")
+    return Seats((), f"{host.name} {host.address} hosts the store, and {mesh} has no place for it with --nproc-per-node={host.slots}")
 
 
 def _world(members: Sequence[Member]) -> int:
@@ -69,20 +70,17 @@ def _world(members: Sequence[Member]) -> int:
 def _why_none(mesh: Mesh, rows: Sequence[NodeRow], limit: int) -> str:
     have = sum(row.slots // mesh.inner * mesh.inner for row in rows)
     inside = f" on nodes of at least {mesh.inner}" if mesh.inner > 1 else ""
+    if have >= mesh.unit and mesh.outer > 1:
+        return f"{mesh} needs {mesh.outer} or more nodes with the same number of workers, which divides it; none holds a whole replica"
     over = f", on more than the {limit} nodes that may take part" if have >= mesh.unit else ""
     return f"one replica of {mesh} needs {mesh.unit} workers{inside}, and {have} are here{over}"
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count > 1)}"
-
-
 def _assign(mesh: Mesh, previous: Sequence[Member], rows: Sequence[NodeRow], limit: int, host_first: bool) -> tuple[Member, ...]:
+    ranks = {m.id: at for at, m in enumerate(previous)}
+    rows = _alike(mesh, rows, ranks) if mesh.outer > 1 else rows
     here = {row.id: row for row in rows}
     cells = {row.id: row.slots // mesh.inner for row in rows}
-    if mesh.outer > 1 and len(set(cells.values()) - {0}) > 1:
-        raise _Unfit(f"{mesh} has a dimension outside of {mesh.names[mesh.auto]}, so all nodes need the same number of workers")
-    ranks = {m.id: at for at, m in enumerate(previous)}
     stayed = [here[m.id] for m in previous if cells.get(m.id)]
     newcomers = [row for row in rows if cells[row.id] and row.id not in ranks]
     chosen = _limited(stayed, newcomers, limit)
@@ -102,6 +100,15 @@ def _assign(mesh: Mesh, previous: Sequence[Member], rows: Sequence[NodeRow], lim
     return tuple(_stages_first(mesh, members) if mesh.outer > 1 and members else members)
 
 
+def _alike(mesh: Mesh, rows: Sequence[NodeRow], known: Collection[str]) -> list[NodeRow]:
+    """Return the nodes with as many cells as the store's host has, else as most survivors, else as most of all nodes."""
+    usable = [row for row in rows if row.slots >= mesh.inner]
+    deciding = [row for row in usable if row.hosts] or [row for row in usable if row.id in known] or usable
+    counts = Counter(row.slots // mesh.inner for row in deciding)
+    most = max(counts, key=lambda cells: (counts[cells], cells), default=0)
+    return [row for row in usable if row.slots // mesh.inner == most]
+
+
 def _limited(stayed: list[NodeRow], newcomers: list[NodeRow], limit: int) -> list[NodeRow]:
     """Return the survivors, then newcomers, at most ``limit``; the host always."""
     chosen = [*stayed, *newcomers][:limit]
@@ -119,9 +126,14 @@ def _old_blocks(
 ) -> tuple[list[_Block], list[_Held]]:
     """Return the blocks of the last round with those of their nodes that are still there, with as many cells; and the other nodes.
 
-    A block whose last node kept slots free is made anew, as long as now possible.
+    A block whose last node kept slots free is made anew, as long as now possible. So is one that has no whole replicas: a stranger has
+    written it.
     """
+    sizes = Counter[int]()
+    for m in previous:
+        sizes[m.block] += m.slots // mesh.inner
     trimmed = {m.block for m in previous if m.id in stayed and cells[m.id] > m.slots // mesh.inner}
+    trimmed |= {block for block, size in sizes.items() if size % (mesh.outer * mesh.depth)}
     blocks: dict[int, _Block] = {}
     loose: list[_Held] = []
     for m in previous:
@@ -196,7 +208,7 @@ def _stage_blocks(mesh: Mesh, rows: Sequence[NodeRow], cells: dict[str, int]) ->
         return []
     count = cells[rows[0].id]
     if count % mesh.depth and mesh.depth % count:
-        raise _Unfit(f"the {_workers(count * mesh.inner)} of a node do not divide {mesh}")
+        return []
     size = mesh.outer * max(1, mesh.depth // count)
     places = [(at * count, count) for at in range(size)]
     return [_Block(list(places), list(rows[at : at + size])) for at in range(0, len(rows) // size * size, size)]

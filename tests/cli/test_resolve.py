@@ -573,20 +573,29 @@ def test_a_mesh_and_a_unit_of_nodes() -> None:
     assert (config.mesh, config.mesh_of_rounds) == ("", "dp=auto,node=2,worker=4")
     assert config_of(f"{where} --node-unit=1 t.py").mesh_of_rounds == config_of("t.py").mesh_of_rounds == ""
     assert config_of("--nproc-per-node=4 t.py", {"PET_MESH": "dp=auto,tp=2"}).mesh == "dp=auto,tp=2"
-    assert "1 of the 4 workers of this node are never started, because of tp=3" in warning_of(f"{where} --mesh=dp=auto,tp=3 t.py")
+    assert "4 of the workers of 4 nodes like this one are never started" in warning_of(f"{where} --mesh=dp=auto,tp=3 t.py")
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ("--mesh=dp=2,tp=2", "--mesh: a mesh has at most 8 dimensions; give exactly one of them the size auto, as in dp=auto,tp=4"),
+        ("--mesh=dp=2,tp=2", "--mesh: exactly one dimension has the size auto; write it as in dp=auto,pp=2,tp=4"),
         (
             "--mesh=dp=auto,tp=8",
-            "--mesh: tp=8 is more than the 4 workers of this node, and the innermost dimension never spans nodes; raise",
+            "form no round: one replica of dp=auto,tp=8 needs 8 workers on nodes of at least 8, and 0 are here",
         ),
-        ("--mesh=dp=auto,pp=8,tp=4", "--mesh: one replica needs 32 workers, and --nnodes allows 16 with nodes like this one; raise that"),
+        (
+            "--mesh=dp=auto,pp=8,tp=4",
+            "form no round: one replica of dp=auto,pp=8,tp=4 needs 32 workers",
+        ),
         ("--mesh=dp=auto,tp=4 --node-unit=2", "--mesh and --node-unit exclude each other; leave one of them out"),
-        ("--node-unit=5", "--node-unit=5 is more than the 4 of --nnodes; raise that, or lower this"),
+        ("--node-unit=5", "--node-unit: 4 nodes like this one, the most that --nnodes allows, form no round: one replica"),
+        ("--node-unit=70000", "--node-unit: 'node=70000' is no dimension of a mesh"),
+        ("--nnodes=3 --mesh=dp=auto,pp=2,tp=4", "form no round: the mesh takes 2 of them, and --nnodes wants at least 3"),
+        (
+            "--nnodes=1 --mesh=pp=2,dp=auto,tp=2",
+            "form no round: pp=2,dp=auto,tp=2 needs 2 or more nodes",
+        ),
         ("--node-unit=0", "--node-unit: 0 is out of range; give a whole number of at least 1"),
         ("--rdzv-backend=static --node-rank=0 --mesh=dp=auto", "and static fixes them; give --rdzv-backend=c10d"),
     ],

@@ -13,7 +13,7 @@ from elastirun.rendezvous.peers import ranks
 from elastirun.rendezvous.peers.liveness import Liveness
 from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import Rules, disagreement, untrue
-from elastirun.rendezvous.wire.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.wire.records import Broken, Cause, ExitRecord, NodeRow, Quorum, RoundRecord, Status, Verdict
 
 RULES = Rules(min_nodes=1, max_nodes=3, last_call=5.0, max_restarts=1)
 EMPTY = RoundRecord("store")
@@ -443,6 +443,17 @@ def test_a_round_has_whole_replicas_and_who_is_over_is_a_spare() -> None:
     assert meshed("abc", min_nodes=3).reason.endswith("--mesh=dp=auto,pp=2,tp=2 takes 2 of them, and --nnodes wants at least 3")
 
 
+def test_survivors_that_form_no_replica_wait_for_others_and_do_not_look_for_another_store() -> None:
+    quorums = (Quorum(("a", "b", "c", "d"), "a"),)
+    record = after("abcd", Cause.LEAVE, quorums=quorums, host="a")
+    for present, reason in (("abd", ""), ("ab", "2 nodes joined (name-a 10.0.0.1, name-b 10.0.0.2); one replica"), ("bcd", "")):
+        decision = meshed(present, record, mesh_text="dp=auto,pp=3,tp=2" if reason else "dp=auto,pp=2,tp=2", store_succession="majority")
+        assert not decision.minority and (reason in decision.reason)
+    few = meshed("bcd", record, store_succession="majority")
+    assert few.record is None and not few.minority
+    assert few.reason == "the mesh has seats for only 2 of the 4 nodes of round 1, too few to go on without those that may go on elsewhere"
+
+
 def test_a_spare_takes_the_seat_of_a_lost_node() -> None:
     assert chosen(meshed("acd", after("abcd", Cause.FAILURE))) == "ac"
     assert chosen(meshed("acde", after("abcd", Cause.FAILURE))) == "aecd"
@@ -485,6 +496,6 @@ def test_a_record_that_does_not_fit_the_mesh_is_not_true() -> None:
     assert untrue(MESH, record, row("z")) == ""
     assert (
         untrue(MESH, replace(record, members=record.members[:1]), row("z"))
-        == "it has 2 workers on 1 nodes, which do not fit --mesh=dp=auto,pp=2,tp=2"
+        == "it has 2 workers on 1 nodes, which do not fit the mesh dp=auto,pp=2,tp=2"
     )
     assert "--mesh=dp=auto,pp=2,tp=2" in disagreement(MESH, replace(record, settings=RULES.settings))

@@ -175,10 +175,21 @@ def test_the_host_of_the_store_has_a_seat() -> None:
     assert names(assign(mesh, (), [node("a", 2), node("b", 2), node("c", 2, hosts=True)], 9)) == "c:2 a:2"
 
 
+def test_a_node_unlike_the_others_is_a_spare_where_a_dimension_is_outside_of_auto() -> None:
+    mesh = Mesh.parse("pp=2,dp=auto,tp=1")
+    first = assign(mesh, (), [node("a", 2), node("b", 2)], 9)
+    assert names(assign(mesh, first.members, [node("a", 2), node("b", 2), *(node(i, 1) for i in "cde")], 9)) == "a:2 b:2"
+
+
+def test_where_the_limit_takes_small_nodes_first_larger_ones_are_tried() -> None:
+    mesh = Mesh.parse("dp=auto,pp=3,tp=2")
+    assert names(assign(mesh, (), [node("a", 2, hosts=True), node("b", 2), node("c", 4)], 2)) == "c:4 a:2"
+
+
 def test_what_a_stranger_has_written_as_the_last_round_breaks_nothing() -> None:
     mesh, rows = Mesh.parse("dp=auto,pp=2,tp=2"), [node(i, 2) for i in "abcd"]
     for slots, block, phase in ((1, 0, 0), (2, 7, -(2**53)), (4096, 2**53, 5)):
-        strange = [Member(i, i, "", 0, slots, block=block, phase=phase) for i in "abc"]
+        strange = [Member(i, i, "", 0, slots, block=block, phase=phase) for i in "abc"]  # a sum that fits is no whole block
         assert mesh.is_formed_by([m.slots for m in assign(mesh, strange, rows, 9).members])
 
 
@@ -187,8 +198,13 @@ def test_what_a_stranger_has_written_as_the_last_round_breaks_nothing() -> None:
     [
         ("dp=auto,tp=4", [2, 2], "one replica of dp=auto,tp=4 needs 4 workers on nodes of at least 4, and 0 are here"),
         ("dp=auto,pp=2,tp=4", [4, 3], "one replica of dp=auto,pp=2,tp=4 needs 8 workers on nodes of at least 4, and 4 are here"),
-        ("pp=2,dp=auto,tp=2", [4, 2], "dp=auto,tp=2 has a dimension outside of dp, so all nodes need the same number of workers"),
-        ("pp=2,dp=auto,cp=2,tp=2", [6, 6], "the 6 workers of a node do not divide pp=2,dp=auto,cp=2,tp=2"),
+        ("pp=2,dp=auto,tp=2", [4, 2], "pp=2,dp=auto,tp=2 needs 2 or more nodes with the same number of workers"),
+        ("pp=2,dp=auto,tp=2", [4], "none holds a whole replica"),
+        (
+            "pp=2,dp=auto,cp=2,tp=2",
+            [6, 6],
+            "needs 2 or more nodes with the same number of workers, which divides it",
+        ),
     ],
 )
 def test_the_reason_why_there_is_no_round(text: str, slots: list[int], reason: str) -> None:
@@ -199,15 +215,18 @@ def test_the_reason_why_there_is_no_round(text: str, slots: list[int], reason: s
 def test_a_host_of_the_store_that_has_no_place_is_said() -> None:
     rows = [node("a", 4), node("b", 4), node("small", 2, hosts=True)]
     assert (
-        assign(Mesh.parse("dp=auto,tp=4"), (), rows, 9).reason == "small  hosts the store, and dp=auto,tp=4 has no place for its 2 workers"
+        assign(Mesh.parse("dp=auto,tp=4"), (), rows, 9).reason
+        == "small  hosts the store, and dp=auto,tp=4 has no place for it with --nproc-per-node=2"
     )
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("dp=2,tp=2", "give exactly one of them the size auto"),
-        ("dp=auto,tp=auto", "give exactly one of them the size auto"),
+        ("dp=2,tp=2", "exactly one dimension has the size auto"),
+        ("dp=auto,tp=auto", "exactly one dimension has the size auto"),
+        ("dp=auto,tp=02", "is no dimension"),
+        ("dp=auto," + "t" * 33 + "=2", "is no dimension"),
         ("dp=auto,dp=2", "two dimensions have one name"),
         ("dp=auto,tp=0", "'tp=0' is no dimension of a mesh; write it as in dp=auto,pp=2,tp=4"),
         ("dp=auto,tp", "'tp' is no dimension"),
@@ -215,7 +234,7 @@ def test_a_host_of_the_store_that_has_no_place_is_said() -> None:
         ("dp=auto,2=2", "'2=2' is no dimension"),
         ("dp=auto,tp=9999999999", "is no dimension"),
         ("dp=auto,a=60000,b=60000", f"whose product is at most {LARGEST}"),
-        (",".join(["dp=auto", *(f"d{n}=1" for n in range(8))]), "at most 8 dimensions"),
+        (",".join(["dp=auto", *(f"d{n}=1" for n in range(8))]), "give at most 8"),
     ],
 )
 def test_a_text_that_is_no_mesh(text: str, error: str) -> None:

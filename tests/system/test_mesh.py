@@ -56,3 +56,15 @@ def test_a_round_has_a_multiple_of_the_nodes_of_a_unit(nodes: Cluster) -> None:
     assert not any("ELASTIRUN_MESH" in worker.env for worker in workers)
     nodes.says(3, "this node is a spare")
     finish(nodes, workers, (1, 2, 3))
+
+
+def test_survivors_without_a_replica_wait_for_a_node_in_place_of_the_lost_one(nodes: Cluster) -> None:
+    agents = nodes.agents_at_once((1, 2), *MESH, nproc=2)
+    first = nodes.round(4)
+    agents[1].kill()
+    nodes.says(1, "1 node joined (")
+    nodes.says(1, "one replica of dp=auto,pp=2,tp=2 needs 4 workers on nodes of at least 2, and 2 are here")
+    nodes.agent(3, *MESH, nproc=2)
+    second = nodes.round(4, after=first[0].round)
+    assert "lost" not in nodes.out(1).partition("needs 4 workers")[2].partition("round 2")[0], "nobody calls the host of the store lost"
+    finish(nodes, second, (1, 3))
