@@ -71,7 +71,9 @@ def _why_none(mesh: Mesh, rows: Sequence[NodeRow], limit: int) -> str:
     have = sum(row.slots // mesh.inner * mesh.inner for row in rows)
     inside = f" on nodes of at least {mesh.inner}" if mesh.inner > 1 else ""
     if have >= mesh.unit and mesh.outer > 1:
-        return f"{mesh} needs {mesh.outer} or more nodes with the same number of workers, which divides it; none holds a whole replica"
+        return (
+            f"{mesh} needs {mesh.outer} or more nodes with as many workers as the store's host, which divide it; none holds a whole replica"
+        )
     over = f", on more than the {limit} nodes that may take part" if have >= mesh.unit else ""
     return f"one replica of {mesh} needs {mesh.unit} workers{inside}, and {have} are here{over}"
 

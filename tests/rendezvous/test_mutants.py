@@ -90,14 +90,14 @@ MUTANTS = (
     ),
     mutant(
         "the host of the store has a seat",
-        "peers.seats:assign",
-        instead_of("(False, True)", "(False,)"),
+        "peers.seats:_in_order",
+        instead_of("(False, True)", "(True, False)[1:] * 2"),
         seen_by="seats::the_host_of_the_store_has_a_seat",
     ),
     mutant(
         "what a stranger has written as the last round is left aside",
-        "peers.seats:assign",
-        never("not mesh.fits(_world(members))"),
+        "peers.seats:_old_blocks",
+        skips("trimmed", "sizes.items()"),
         seen_by="seats::what_a_stranger_has_written_as_the_last_round_breaks_nothing",
     ),
     mutant(
@@ -111,6 +111,24 @@ MUTANTS = (
         "formation:_admit",
         instead_of("take_seats(rules, record, survivors).members", "survivors"),
         seen_by="formation::survivors_that_the_mesh_does_not_fit_take_newcomers_after_early_losses",
+    ),
+    mutant(
+        "who waits without a seat counts as here",
+        "formation:form",
+        gets("here", "chosen"),
+        seen_by="formation::survivors_that_form_no_replica_wait_for_others_and_do_not_look_for_another_store",
+    ),
+    mutant(
+        "a round of too few of the last one does not form, however many wait",
+        "formation:form",
+        never("rules.mesh", "_without_quorum"),
+        seen_by="formation::survivors_that_form_no_replica_wait_for_others_and_do_not_look_for_another_store",
+    ),
+    mutant(
+        "a node unlike the others is a spare where a dimension is outside of auto",
+        "peers.seats:_alike",
+        returns("list(rows)"),
+        seen_by="seats::a_node_unlike_the_others_is_a_spare_where_a_dimension_is_outside_of_auto",
     ),
     mutant(
         "a record that the mesh does not fit is not true",

@@ -191,6 +191,12 @@ def test_what_a_stranger_has_written_as_the_last_round_breaks_nothing() -> None:
     for slots, block, phase in ((1, 0, 0), (2, 7, -(2**53)), (4096, 2**53, 5)):
         strange = [Member(i, i, "", 0, slots, block=block, phase=phase) for i in "abc"]  # a sum that fits is no whole block
         assert mesh.is_formed_by([m.slots for m in assign(mesh, strange, rows, 9).members])
+    mesh = Mesh.parse("dp=auto,pp=3,tp=1")  # here the sum fits, and no block does
+    rows = [node("a", 2, hosts=True), node("b", 4), node("c", 4), node("d", 1), node("e", 1)]
+    strange = [
+        Member(i, i, "", 0, slots, block=block, phase=phase) for i, slots, block, phase in (("b", 4, 2, 0), ("c", 4, 2, 0), ("d", 1, 0, 1))
+    ]
+    assert mesh.is_formed_by([m.slots for m in assign(mesh, strange, rows, 4).members])
 
 
 @pytest.mark.parametrize(
@@ -198,12 +204,12 @@ def test_what_a_stranger_has_written_as_the_last_round_breaks_nothing() -> None:
     [
         ("dp=auto,tp=4", [2, 2], "one replica of dp=auto,tp=4 needs 4 workers on nodes of at least 4, and 0 are here"),
         ("dp=auto,pp=2,tp=4", [4, 3], "one replica of dp=auto,pp=2,tp=4 needs 8 workers on nodes of at least 4, and 4 are here"),
-        ("pp=2,dp=auto,tp=2", [4, 2], "pp=2,dp=auto,tp=2 needs 2 or more nodes with the same number of workers"),
+        ("pp=2,dp=auto,tp=2", [4, 2], "pp=2,dp=auto,tp=2 needs 2 or more nodes with as many workers as the store's host"),
         ("pp=2,dp=auto,tp=2", [4], "none holds a whole replica"),
         (
             "pp=2,dp=auto,cp=2,tp=2",
             [6, 6],
-            "needs 2 or more nodes with the same number of workers, which divides it",
+            "needs 2 or more nodes with as many workers as the store's host, which divide it",
         ),
     ],
 )

@@ -215,7 +215,7 @@ def _with_mesh(plan: Plan, rng: random.Random) -> Plan:
     alike = len(set(plan.slots)) == 1
     if not most or any(row.slots < mesh.inner for row in rows):  # each node may come to host the store, and then needs a place
         return plan
-    if not alike and plan.nodes > plan.rules.max_nodes:  # those that come first, or the host, may be the small ones
+    if not alike and (mesh.outer > 1 or plan.nodes > plan.rules.max_nodes):  # the host, or those that come first, may be too small
         return plan
     low = min(plan.rules.min_nodes, most) if alike else 1  # of unlike nodes, one may have all that the mesh needs
     return replace(plan, rules=replace(plan.rules, mesh_text=str(mesh), min_nodes=low))
