@@ -109,9 +109,7 @@ def describe_mesh(config: LaunchConfig) -> Iterator[str]:
         over = f", {left} of them left over" if (left := count - len(seats.members)) else ""
         yield f"with {nodes} no round, {seats.reason}" if seats.reason else f"with {nodes} {mesh.described(seats.world)}{over}"
         cells = list(picture(mesh, [(m.name, m.slots) for m in seats.members])) if seats.members else []
-        yield from cells[:MOST_CELLS]
-        if len(cells) > MOST_CELLS:
-            yield f"and {len(cells) - MOST_CELLS} more"
+        yield from [*cells[:MOST_CELLS], f"and {len(cells) - MOST_CELLS} more"] if len(cells) > MOST_CELLS else cells
 
 
 def _seats(mesh: Mesh, config: LaunchConfig, count: int) -> Seats:

@@ -15,6 +15,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.job import Agent, Job, Terms, Ticks
 from tests.chaos.network import Network, missing
 from tests.chaos.play import Play
+from tests.support.until import until
 
 reason = missing()
 needs_network = pytest.mark.skipif(bool(reason), reason=f"nothing can be cut here: {reason}")
@@ -61,6 +62,7 @@ def test_packets_are_dropped_one_way_lost_and_held_up(tmp_path: Path) -> None:
         network[1].carrier(False)
         assert echo(2, 0.3) == []
         network[1].carrier(True)
+        until(lambda: echo(1, 1.0) == ["0"], "the kernel to take note of the carrier, until when it drops packets")
         assert len(echo(5, 20.0)) == 5
     finally:
         network.close()
