@@ -64,7 +64,7 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
     record, causes = count_failure(rules, view, lost)
     if causes and (why := _why_final(rules, view, record, causes[0])):
         return _give_up(record, causes, why)
-    ready, held = _admit(rules, record, view.candidates())
+    ready, held = _admit(rules, view, record, view.candidates())
     seats = take_seats(rules, record, ready)
     rows = {row.id: row for row in ready}
     chosen = [rows[m.id] for m in seats.members]
@@ -76,8 +76,9 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
     if missing:
         return Forming(None, missing)
     if rules.mesh and _without_quorum(rules, view, frozenset(row.id for row in chosen)):
-        seated = f"{sum(record.index(row.id) is not None for row in chosen)} of the {len(record.members)} nodes of round {record.round}"
-        return Forming(None, f"the mesh has seats for only {seated}, too few to go on without those that may go on elsewhere")
+        return Forming(
+            None, f"the mesh has seats for too few nodes of round {record.round} to go on without those that may go on elsewhere"
+        )
     pause = pause_before(rules, record) if causes else min(rules.restart_pause, held)
     if now < over_since + pause and not keeps_state(chosen, record.round):
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
@@ -128,7 +129,7 @@ def _too_early(
     return None
 
 
-def _admit(rules: Rules, record: RoundRecord, ready: list[NodeRow]) -> tuple[list[NodeRow], float]:
+def _admit(rules: Rules, view: View, record: RoundRecord, ready: list[NodeRow]) -> tuple[list[NodeRow], float]:
     """Return the candidates that may take part, and the seconds to wait first.
 
     After many early losses newcomers are left out, see docs/decisions/0011. Where the survivors are too few without them, all
@@ -136,7 +137,9 @@ def _admit(rules: Rules, record: RoundRecord, ready: list[NodeRow]) -> tuple[lis
     """
     held = hold(record) if record.broken is not None and record.broken.cause is not Cause.JOIN else 0.0
     survivors = [row for row in ready if record.index(row.id) is not None or row.hosts]
-    if held and len(take_seats(rules, record, survivors).members) >= rules.min_nodes:
+    seated = take_seats(rules, record, survivors).members
+    enough = not rules.mesh or _without_quorum(rules, view, frozenset(m.id for m in seated)) is None
+    if held and enough and len(seated) >= rules.min_nodes:
         return survivors, 0.0
     return ready, held
 

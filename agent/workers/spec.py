@@ -101,10 +101,8 @@ def check_mesh(config: LaunchConfig) -> tuple[str, int]:
 
 def describe_mesh(config: LaunchConfig) -> Iterator[str]:
     """Yield lines about the rounds of the fewest and of the most nodes like this one; none without a mesh."""
-    if not config.mesh_of_rounds:
-        return
-    mesh = Mesh.parse(config.mesh_of_rounds)
-    for count in sorted({config.min_nodes, config.max_nodes}):
+    for count in sorted({config.min_nodes, config.max_nodes}) if config.mesh_of_rounds else ():
+        mesh = Mesh.parse(config.mesh_of_rounds)
         seats, nodes = _seats(mesh, config, count), f"{count} node{'s' * (count > 1)}"
         over = f", {left} of them left over" if (left := count - len(seats.members)) else ""
         yield f"with {nodes} no round, {seats.reason}" if seats.reason else f"with {nodes} {mesh.described(seats.world)}{over}"

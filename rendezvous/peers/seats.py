@@ -50,7 +50,6 @@ def assign(mesh: Mesh, previous: Sequence[Member], candidates: Iterable[NodeRow]
 
 def _in_order(mesh: Mesh, previous: Sequence[Member], rows: Sequence[NodeRow], limit: int) -> Seats:
     host = next((row for row in rows if row.hosts), None)
-    members = tuple[Member, ...]()
     for host_first in (False, True):
         members = _assign(mesh, previous, rows, limit, host_first)
         if not mesh.fits(_world(members)):  # there is no replica, or a stranger has written the last round

@@ -451,7 +451,7 @@ def test_survivors_that_form_no_replica_wait_for_others_and_do_not_look_for_anot
         assert not decision.minority and (reason in decision.reason)
     few = meshed("bcd", record, store_succession="majority")
     assert few.record is None and not few.minority
-    assert few.reason == "the mesh has seats for only 2 of the 4 nodes of round 1, too few to go on without those that may go on elsewhere"
+    assert few.reason == "the mesh has seats for too few nodes of round 1 to go on without those that may go on elsewhere"
 
 
 def test_a_spare_takes_the_seat_of_a_lost_node() -> None:
@@ -481,6 +481,12 @@ def test_survivors_that_the_mesh_does_not_fit_take_newcomers_after_early_losses(
     record = after("ab", Cause.LOST, losses=3)
     assert chosen(meshed("abcd", record)) == "ab", "the newcomers are held back"
     assert "rounds in a row lost a node within" in meshed("acd", record).reason
+
+
+def test_survivors_with_too_few_seats_for_the_quorum_take_newcomers_after_early_losses() -> None:
+    record = after("abcd", Cause.LOST, losses=3, quorums=(Quorum(("a", "b", "c", "d")),), host="a")
+    held = meshed("abcef", record, store_succession="majority")  # without newcomers two of the three survivors would have seats
+    assert held.record is None and "rounds in a row lost a node" in held.reason
 
 
 def test_with_a_mesh_the_last_call_ends_when_all_nodes_are_there() -> None:

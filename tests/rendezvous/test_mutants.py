@@ -109,7 +109,7 @@ MUTANTS = (
     mutant(
         "survivors that fit no mesh take newcomers after early losses",
         "formation:_admit",
-        instead_of("take_seats(rules, record, survivors).members", "survivors"),
+        gets("seated", "[member(row) for row in survivors]"),
         seen_by="formation::survivors_that_the_mesh_does_not_fit_take_newcomers_after_early_losses",
     ),
     mutant(

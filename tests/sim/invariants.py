@@ -160,6 +160,7 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         stayed = [m for m in new.members if m.id in members]
         rows = [n.machine.row for n in world.nodes if n.id in {m.id for m in stayed}]
         enough = len(take_seats(world.rules, old, rows).members) >= world.rules.min_nodes
+        enough = enough and not (world.rules.mesh and world.rules.majority)  # the seats may be too few for the quorum
         others = [m for m in new.members if m.id not in members and m.id != new.host]  # every round includes the store's host
         must(not enough or not others, "a newcomer is taken in at once after many early losses")
 
