@@ -27,7 +27,7 @@ def three() -> Iterator[Etcd]:
 
 
 def test_the_loss_of_node_0_is_like_any_other(nodes: Cluster, server: Etcd) -> None:
-    """It is told by its guard, long before it counts as silent."""
+    """The guard tells the others of the loss long before the node counts as silent."""
     nodes.etcd = server.endpoints
     agents = {i: nodes.agent(i, "--last-call=60", "--expire=20", nnodes="1:3") for i in (1, 2, 3)}  # all three are in the first round
     before = nodes.round(3)
