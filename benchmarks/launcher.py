@@ -275,7 +275,7 @@ def measure(run: Run, rows: Sequence[str], launchers: Sequence[Launcher], settin
             for launcher in (*launchers[first:], *launchers[:first]):
                 if launcher is WARM and not {*all_rows} <= OF_START:
                     continue
-                if launcher is WARM and turn == 0 and {*all_rows} & {*rows}:
+                if launcher is WARM and {*all_rows} & {*rows}:  # in each round: the last one may be longer ago than servers stay
                     run_job(all_rows, scenario, launcher, settings)
                 wanted = [row for row in all_rows if row in rows and not given_up(run.of(row, launcher.name))]
                 for row, result in run_job(wanted, scenario, launcher, settings).items() if wanted else ():

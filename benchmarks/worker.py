@@ -4,6 +4,7 @@ Variables: ``BENCH_SOCKET`` (the bench's Unix socket), ``BENCH_NODE`` (the name 
 group; unset: torch's default), ``BENCH_DELAY`` (enter ``init_process_group`` up to this many seconds late), ``BENCH_SEED`` (of the delay),
 ``BENCH_OPTIMIZER`` (if set: each step includes one of an optimizer, the first of which imports about as much as torch itself),
 ``BENCH_IDLE`` (if set: sleep after the first step), ``BENCH_DEVICE`` (if set: each step includes a kernel there, whose result is read).
+In a job with ``--mesh`` the worker makes the mesh, with the groups of its dimensions, before its first step.
 """
 
 import json
@@ -31,11 +32,14 @@ from datetime import timedelta  # noqa: E402  the start is reported before torch
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.distributed.device_mesh  # noqa: E402
 
 delay = random.Random(f"{os.environ.get('BENCH_SEED', 0)} {rank} {attempt}").uniform(0, float(os.environ.get("BENCH_DELAY", 0)))
 time.sleep(delay)
 limit = os.environ.get("BENCH_TIMEOUT")
 dist.init_process_group("gloo", timeout=timedelta(seconds=float(limit)) if limit else None)
+if mesh := os.environ.get("ELASTIRUN_MESH"):
+    torch.distributed.device_mesh.init_device_mesh("cpu", tuple(int(part.partition("=")[2]) for part in mesh.split(",")))
 parameter = torch.zeros(1, requires_grad=True)
 optimizer = torch.optim.SGD([parameter], lr=0.1) if "BENCH_OPTIMIZER" in os.environ else None
 device = os.environ.get("BENCH_DEVICE")

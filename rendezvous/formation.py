@@ -69,16 +69,9 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
     rows = {row.id: row for row in ready}
     chosen = [rows[m.id] for m in seats.members]
     here = ready if rules.mesh else chosen  # with a mesh some of those that are here may have no seat
-    waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, frozenset(row.id for row in here))
-    if waiting is not None:
-        return waiting
-    missing = _missing(rules, chosen, ready, seats.reason)
-    if missing:
-        return Forming(None, missing)
-    if rules.mesh and _without_quorum(rules, view, frozenset(row.id for row in chosen)):
-        return Forming(
-            None, f"the mesh has seats for too few nodes of round {record.round} to go on without those that may go on elsewhere"
-        )
+    lacking = _lacking(rules, view, ready, chosen, seats.reason, over_since)
+    if lacking is not None:
+        return lacking
     pause = pause_before(rules, record) if causes else min(rules.restart_pause, held)
     if now < over_since + pause and not keeps_state(chosen, record.round):
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
@@ -208,6 +201,24 @@ def may_still_work(rules: Rules, view: View) -> float:
     if len(record.members) < 2 or any(view.says_over(m) for m in record.members):
         return 0.0
     return rules.longest_alone - min(view.quiet(m.id) for m in record.members)
+
+
+def _lacking(rules: Rules, view: View, ready: list[NodeRow], chosen: list[NodeRow], reason: str, over_since: float) -> Forming | None:
+    """Return the decision to wait because nodes are missing; None: all that a round needs are among those that are ``chosen``.
+
+    ``reason``: why none is, with a mesh. Who is here without a seat counts as here: it does not go on elsewhere.
+    """
+    here = ready if rules.mesh else chosen
+    waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, frozenset(row.id for row in here))
+    if waiting is not None:
+        return waiting
+    if missing := _missing(rules, chosen, ready, reason):
+        return Forming(None, missing)
+    if rules.mesh and _without_quorum(rules, view, frozenset(row.id for row in chosen)):
+        return Forming(
+            None, f"the mesh has seats for too few nodes of round {view.record.round} to go on without those that may go on elsewhere"
+        )
+    return None
 
 
 def _without_host(rules: Rules, view: View, ready: list[NodeRow], over_since: float) -> Forming | None:

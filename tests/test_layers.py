@@ -75,7 +75,10 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.worker.live_connection", (LIVE, "elastirun.errors", LINUX)),
     Layer("elastirun.progress", (PAGE,)),
     Layer("elastirun.worker.optimizer_steps", ("elastirun.progress", PAGE)),
-    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", LINUX, *CONNECTION, *ASKING)),
+    Layer(
+        "elastirun.train",
+        ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.mesh", "elastirun.progress", LINUX, *CONNECTION, *ASKING),
+    ),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.mesh", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
@@ -256,8 +259,8 @@ FLOORS = {  # the folders and loose modules of a package, the lowest first: each
         *("quarantine", "termination_log", "status", "ending", "assemble", "agent"),
     ),
     "elastirun.train": (
-        *("errors", "torch_private", "sharded", "autograd_engine", "groups", "reduction", "stopping", "state", "ddp", "checkpoints"),
-        *("data", "live", "elastic"),
+        *("errors", "torch_private", "sharded", "mesh", "autograd_engine", "groups", "reduction", "stopping", "state", "ddp"),
+        *("zero", "checkpoints", "data", "live", "elastic"),
     ),
 }
 MOST_FILES = 14  # of one folder: more cannot be seen at a glance

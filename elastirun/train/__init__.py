@@ -23,10 +23,13 @@ from elastirun.train.errors import (
     RoundUnknown,
     TrainError,
 )
+from elastirun.train.mesh import build_mesh, clip_grad_norm_
 from elastirun.train.reduction.control_words import Agreement
 from elastirun.train.state.per_rank import PerRank
+from elastirun.train.state.stages import Stages
 from elastirun.train.state.train_state import TrainState
 from elastirun.train.stopping.drain import Drain
+from elastirun.train.zero.sharded_optimizer import ShardedOptimizer
 from elastirun.worker.current_round import is_current
 
 __all__ = [
@@ -45,8 +48,12 @@ __all__ = [
     "PerRank",
     "ReductionFailed",
     "RoundUnknown",
+    "ShardedOptimizer",
+    "Stages",
     "TrainError",
     "TrainState",
+    "build_mesh",
+    "clip_grad_norm_",
     "is_current",
     "keyed_rng",
     "load_checkpoint",

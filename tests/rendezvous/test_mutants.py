@@ -114,13 +114,13 @@ MUTANTS = (
     ),
     mutant(
         "who waits without a seat counts as here",
-        "formation:form",
+        "formation:_lacking",
         gets("here", "chosen"),
         seen_by="formation::survivors_that_form_no_replica_wait_for_others_and_do_not_look_for_another_store",
     ),
     mutant(
         "a round of too few of the last one does not form, however many wait",
-        "formation:form",
+        "formation:_lacking",
         never("rules.mesh", "_without_quorum"),
         seen_by="formation::survivors_that_form_no_replica_wait_for_others_and_do_not_look_for_another_store",
     ),
@@ -250,7 +250,7 @@ MUTANTS = (
     ),
     mutant(
         "no round without the node that hosts the store",
-        "formation:form",
+        "formation:_lacking",
         never("waiting"),
         seen_by="host::nobody_takes_the_place_of_a_silent_host",
     ),

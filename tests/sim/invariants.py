@@ -147,7 +147,8 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         return
     broken, members, wait = new.broken, {m.id for m in old.members}, hold(old)
     if world.rules.mesh is not None and broken is not None and broken.cause is Cause.JOIN and old.broken is None:
-        waits = [n.machine.row for n in world.nodes if n.id in members or _waits(n)]
+        known = {row.id for row in node.machine.store.view(old).newcomers()} | {node.id}  # of other dead ones it knows that they are gone
+        waits = [n.machine.row for n in world.nodes if n.id in members or (n.id in known and _waits(n))]
         host = any(row.hosts and row.id not in members for row in waits)
         more = assign(world.rules.mesh, old.members, waits, world.rules.max_nodes).world > old.world_size
         must(more or host, f"newcomers that add no replica of {world.rules.mesh} end a round")

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,12 +32,13 @@ from elastirun.train.checkpoints.memory import Memory
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks, on_every_rank
 from elastirun.train.checkpoints.resources import END_LIMIT, CheckpointResources
-from elastirun.train.checkpoints.same_tensors import verify_same_tensors
+from elastirun.train.checkpoints.same_tensors import kind_of, union_of, verify_options, verify_same_tensors
 from elastirun.train.checkpoints.staging import IMAGES, MORE_IMAGES, Staging
 from elastirun.train.errors import WrongUse
 from elastirun.train.groups.connections import live_sockets
 from elastirun.train.state.layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
 from elastirun.train.state.tree import Flat, flatten
+from elastirun.train.state.union import Union
 from elastirun.train.state.values import encode_values
 from elastirun.worker.current_round import FENCE
 
@@ -60,7 +61,8 @@ class Checkpointer:
 
     A state is a dict of modules, optimizers, schedulers, whatever has ``state_dict`` and ``load_state_dict``, tensors, and plain values.
     Every rank makes the checkpointer, saves and restores at the same point. Replicated state is written once, spread over the ranks;
-    a DTensor by the ranks that have its parts. Of plain values rank 0's are saved, except in ``PerRank``.
+    a DTensor by the ranks that have its parts. Of plain values rank 0's are saved, except in ``PerRank``. Ranks may have different parts of
+    a model, such as the stages of a pipeline (``Stages``): the checkpoint is that of the whole model, for any other layout.
 
     directory      where all nodes can write: a path, or a URL that fsspec knows (``s3://…``)
     keep           how many published checkpoints to keep
@@ -169,8 +171,7 @@ class Checkpointer:
 
     def _stage(self, step: int, state: Mapping[str, Any], on_disk: bool) -> None:
         """Copy the state into an image; hand it to the writer if it goes to the disk."""
-        flat, values, error = self._take_apart(state)
-        which = self._prepare(step, flat, values, error)
+        which, flat, values = self._prepare(step, *self._take_apart(state))
         assert self._planned is not None and self._opened.publisher is not None
         if on_disk:
             self._due.begin()
@@ -218,10 +219,11 @@ class Checkpointer:
             return flat, values, f"plain values take {len(values)} bytes, of {MOST_VALUES} at most: put large data into tensors"
         return flat, values, ""
 
-    def _prepare(self, step: int, flat: Flat, values: bytes, error: str) -> int:
-        """Return the image that all ranks fill now, ready for the state. Makes the plan anew where the state has changed on any rank.
+    def _prepare(self, step: int, flat: Flat, values: bytes, error: str) -> tuple[int, Flat, bytes]:
+        """Return the image that all ranks fill now, ready for the state, and the state with the values that other ranks have beyond it.
 
-        Raises CheckpointError on every rank if one of them cannot save its state, or if they are not at the same step.
+        Makes the plan anew where the state has changed on any rank. Raises CheckpointError on every rank if one of them cannot save its
+        state, or if they are not at the same step.
         """
         changed = not error and (self._planned is None or not self._planned.fits(flat))
         busy = sum(1 << at for at, save in enumerate(self._by_image) if save is not None and not save.written.is_set())
@@ -231,7 +233,12 @@ class Checkpointer:
         if len(steps := {theirs for theirs, *_ in everyone}) > 1:
             raise CheckpointError(f"the ranks save different steps: {sorted(steps)}")
         if any(theirs for _, _, theirs, *_ in everyone):
-            self._arrange(flat)
+            self._arrange(flat, values)
+        assert self._planned is not None
+        if self._planned.union is not None:
+            verify_options(self._ranks, flat.tree)
+            flat = replace(flat, tree=self._planned.union.completed(flat.tree))
+            values = encode_values(flat.tree)
         # A rank that came later has filled none.
         self._number, self._filled = (max(theirs[at] for theirs in everyone) for at in (4, 5))
         number = len(self._by_image)
@@ -243,7 +250,7 @@ class Checkpointer:
             self._wait_for_writer(save)
         if self._staging.prepare(which, len(values)) and self._opened.publisher is not None:
             self._opened.publisher.take_images(self._staging)
-        return which
+        return which, flat, values
 
     def _wait_for_writer(self, save: Save) -> None:
         """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""
@@ -251,8 +258,8 @@ class Checkpointer:
         live_sockets.wait_unless_cut(save.written, "a checkpoint is being written")
         self._costs.waited += time.perf_counter() - begun
 
-    def _arrange(self, flat: Flat) -> None:
-        """Plan which rank has which files. Every rank does it at the same point."""
+    def _arrange(self, flat: Flat, values: bytes) -> None:
+        """Plan which rank has which files. Every rank does it at the same point. ``values``: the tree of ``flat`` as bytes."""
         own: list[Piece] = []
 
         def take() -> str:
@@ -261,10 +268,11 @@ class Checkpointer:
 
         everyones = map(decode, on_every_rank(self._ranks, take))
         made = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
-        verify_same_tensors(flat, self._ranks)
+        kind = kind_of(flat, self._ranks.rank)
+        verify_same_tensors(flat, self._ranks, kind)
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(made, self._ranks.rank), made.tensors_json(), gpu)
-        self._planned = _Planned(made, own, signature(flat, own), DcpFiles(made))
+        self._planned = _Planned(made, own, signature(flat, own), DcpFiles(made), union_of(self._ranks, kind, values))
 
     # -- the directory ----------------------------------------------------------------------------------------------------
 
@@ -306,7 +314,9 @@ class Checkpointer:
         try:
             found = restoring.find(self._directory, published, parts, self._fence, self._ranks, step)
             if found is not None:
-                on_every_rank(self._ranks, partial(restoring.put, found, state, self._ranks.rank, strict))
+                left: list[str] = []
+                on_every_rank(self._ranks, lambda: left.extend(restoring.put(found, state, self._ranks.rank, strict)))
+                restoring.warn_of_unused(left, found, self._ranks)
         finally:
             self._staging.adopt(self._memory.adopt(parts))
             if self._opened.publisher is not None:  # the writer takes a processor for a moment, so not beside what restores
@@ -369,16 +379,20 @@ class Checkpointer:
 
 @dataclass(frozen=True)
 class _Planned:
-    """The plan of a state: which rank has which files. ``pieces``: what this rank holds of the state; ``signature``: of that."""
+    """The plan of a state: which rank has which files. ``pieces``: what this rank holds of the state; ``signature``: of that.
+
+    ``union``: what all ranks have together; None if they all have the same.
+    """
 
     plan: Plan
     pieces: list[Piece]
     signature: Any
     dcp: DcpFiles
+    union: Union | None
 
     def fits(self, flat: Flat) -> bool:
         """Return whether the plan is one for ``flat``, too."""
-        return bool(signature(flat, self.pieces) == self.signature)
+        return bool(signature(flat, self.pieces) == self.signature) and (self.union is None or self.union.is_for(flat.tree))
 
 
 @dataclass

@@ -97,7 +97,18 @@ class Ranks:
 
     def from_first(self, text: str) -> str:
         """Return rank 0's ``text``."""
-        return self.gather_text(text if self.rank == 0 else "")[0]
+        return self.from_first_of_each(0, text if self.rank == 0 else "")[0]
+
+    def from_first_of_each(self, kind: int, text: str) -> dict[int, str]:
+        """Return the ``text`` of the first rank of each ``kind`` (64 bits), by rank, in rank order."""
+        rows = self.gather([kind, len(data := bytearray(text.encode()))])
+        kinds = [theirs for theirs, _ in rows]
+        found = {}
+        for rank, (theirs, size) in enumerate(rows):
+            if kinds.index(theirs) == rank:
+                self.broadcast(part := data if rank == self.rank else bytearray(size), rank)
+                found[rank] = part.decode()
+        return found
 
     def broadcast(self, data: bytearray, source: int) -> None:
         """Fill ``data``, equally long everywhere, with that of the rank ``source``."""

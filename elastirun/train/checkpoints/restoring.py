@@ -100,7 +100,8 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
         found = backend.checkpoint(name)
         for damage in directory.verify(found):
             raise CheckpointError(f"{path} cannot be used: {damage}")
-        put(Restorable(found.commit.step if found.commit else 0, name, partial(directory.content, found)), state, rank, strict)
+        left = put(Restorable(found.commit.step if found.commit else 0, name, partial(directory.content, found)), state, rank, strict)
+        _warn(left if rank == 0 else (), os.fspath(path))
         return
     foreign = open_foreign(path, state)
     known = {key: value for key, value in state.items() if key in foreign.tree}
@@ -109,7 +110,8 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
         raise CheckpointError(f"{path} has nothing of the state: it has {clip(there)}, the state has {clip(', '.join(state))}")
     wanted = targets(known, foreign.tree, foreign.tensors, rank, strict)
     foreign.fill(wanted, strict)
-    _load(known, foreign.tree, wanted, rank, strict, os.fspath(path))
+    left = _load(known, foreign.tree, wanted, rank, strict)
+    _warn(left if rank == 0 else (), os.fspath(path))
     state.update(known)
     if rank == 0 and (others := state.keys() - known.keys()):
         log.warning("%s does not have %s: the state keeps its own", path, ", ".join(sorted(others)))
@@ -123,24 +125,39 @@ def check_state(state: object) -> None:
         raise CheckpointError(f"a checkpoint is restored into a dict like the one that was saved, not into {type(state).__name__}")
 
 
-def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: bool) -> None:
-    """Put the checkpoint into ``state``. Raises CheckpointError where it does not fit."""
+def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: bool) -> list[str]:
+    """Put the checkpoint into ``state``; return what ``state`` has no place for. Raises CheckpointError where it does not fit."""
     tree = decode_values(bytes(found.content(VALUES)))
     saved = tensors_in(bytes(found.content(TENSORS)))
     if found.lost:
         saved = {name: tensor for name, tensor in saved.items() if not any(chunk.file in found.lost for chunk in tensor.chunks)}
     wanted = targets(state, tree, saved, rank, strict)
     fill(saved, found.content, wanted, strict)
-    _load(state, tree, wanted, rank, strict, f"the checkpoint of step {found.step}")
+    return _load(state, tree, wanted, rank, strict)
 
 
-def _load(
-    state: MutableMapping[str, Any], tree: Mapping[str, Any], filled: Mapping[str, Tensor], rank: int, strict: bool, where: str
-) -> None:
-    """Put values and filled tensors into ``state``. Rank 0 says what ``state`` has no place for."""
+def _load(state: MutableMapping[str, Any], tree: Mapping[str, Any], filled: Mapping[str, Tensor], rank: int, strict: bool) -> list[str]:
+    """Put values and filled tensors into ``state``; return the paths of what ``state`` has no place for."""
     left = unused(state, tree)
     state.update(load(state, tree, filled, rank, strict))
-    if left and rank == 0:
+    return left
+
+
+def warn_of_unused(left: Sequence[str], found: Restorable, ranks: Ranks) -> None:
+    """Say what no rank has a place for. Every rank calls it, with what it has none for: the stages of a pipeline are the others'."""
+    firsts: list[str] = json.loads(ranks.from_first(json.dumps(left)))
+    if not firsts:
+        return
+    mine = {*left}
+    marks = ranks.gather_text("".join("01"[name in mine] for name in firsts))
+    if ranks.rank == 0:
+        _warn(
+            [name for name, *all_marks in zip(firsts, *marks, strict=True) if "0" not in all_marks], f"the checkpoint of step {found.step}"
+        )
+
+
+def _warn(left: Sequence[str], where: str) -> None:
+    if left:
         more = f" and {len(left) - 5} more" if left[5:] else ""
         log.warning("%s has what the state has no place for: %s%s", where, ", ".join(left[:5]), more)
 

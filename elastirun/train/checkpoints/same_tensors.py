@@ -1,4 +1,4 @@
-"""Refuses a state in which ranks have other tensors than rank 0: a checkpoint holds one of them for all."""
+"""Compares the states of the ranks: what has one name has to be the same on all; what only some ranks have, the others learn of."""
 
 from __future__ import annotations
 
@@ -13,37 +13,50 @@ from elastirun.train.checkpoints.ranks import Ranks, on_every_rank
 from elastirun.train.groups.collectives import digest
 from elastirun.train.sharded import is_sharded, local_part
 from elastirun.train.state.tree import Flat
+from elastirun.train.state.union import Tree, Union, group_options, verify_same_options
+from elastirun.train.state.values import decode_values
 
 SAMPLE = 64  # elements of a tensor that are compared, evenly spaced
 CLOSE = 0.02  # of the largest of them: whole layers beside split ones may differ in last bits between ranks
 ADVICE = (
-    "put what each rank has of its own into PerRank or DTensors, and save each stage of a pipeline with a "
-    "Checkpointer of its own (another directory, and group=)"
+    "put what each rank has of its own into PerRank or DTensors, and let the stages of a pipeline keep the names that their "
+    "layers have in the whole model (Stages)"
 )
 
 Samples = Mapping[str, Sequence[float]]
 
 
-def verify_same_tensors(flat: Flat, ranks: Ranks) -> None:
-    """Raise CheckpointError on every rank if any has a tensor that rank 0 has not, or has with other values.
+def kind_of(flat: Flat, rank: int) -> int:
+    """Return a number that is the same on ranks that have the same names of tensors, those of ``PerRank`` aside."""
+    return digest("\n".join(sorted(_shared_names(flat, rank))))
 
-    Every rank calls it. Buffers of modules may differ, because forwards change them on each rank. Of a
-    DTensor only the name counts.
+
+def _shared_names(flat: Flat, rank: int) -> list[str]:
+    return [name for name in flat.tensors if not name.endswith(f"@{rank}")]
+
+
+def verify_same_tensors(flat: Flat, ranks: Ranks, kind: int) -> None:
+    """Raise CheckpointError on every rank if two have tensors of one name with different values. ``kind``: see ``kind_of``.
+
+    Every rank calls it. Buffers of modules may differ, because forwards change them on each rank. DTensors are not compared.
     """
     own = samples(flat, ranks.rank)
     text = json.dumps(own)
     if len({theirs for (theirs,) in ranks.gather([digest(text)])}) > 1:
-        first: Samples = json.loads(ranks.from_first(text))
+        first: dict[str, tuple[int, Sequence[float]]] = {}
+        for rank, theirs in ranks.from_first_of_each(kind, text).items():
+            for name, values in json.loads(theirs).items():
+                first.setdefault(name, (rank, values))
         on_every_rank(ranks, lambda: compare(own, first))
 
 
 def samples(flat: Flat, rank: int) -> dict[str, list[float]]:
-    """Return some elements of each tensor that has to be a copy of rank 0's; none of buffers and DTensors."""
+    """Return some elements of each tensor that has to be a copy of the other ranks'; none of buffers and DTensors."""
     loose = {local_part(buffer).data_ptr() for module in flat.modules for buffer in module.buffers()}
     return {
         name: [] if is_sharded(tensor) or tensor.data_ptr() in loose else _sample(tensor)
-        for name, tensor in flat.tensors.items()
-        if not name.endswith(f"@{rank}")
+        for name in _shared_names(flat, rank)
+        for tensor in (flat.tensors[name],)
     }
 
 
@@ -57,11 +70,30 @@ def _sample(tensor: Tensor) -> list[float]:
     return found
 
 
-def compare(own: Samples, first: Samples) -> None:
-    """Raise CheckpointError unless the tensors in ``own`` are copies of those in ``first``."""
+def compare(own: Samples, first: Mapping[str, tuple[int, Sequence[float]]]) -> None:
+    """Raise CheckpointError unless the tensors in ``own`` are copies of those in ``first``, each with the first rank that has it."""
     for name, values in own.items():
-        if name not in first:
-            raise CheckpointError(f"{name} is not in the state of rank 0, so it could not be restored: {ADVICE}")
-        close = CLOSE * max(map(abs, [*values, *first[name]]), default=0.0)
-        if len(values) == len(first[name]) and any(abs(a - b) > close for a, b in zip(values, first[name], strict=True)):
-            raise CheckpointError(f"{name} is another tensor than that of rank 0: {ADVICE}")
+        rank, theirs = first[name]
+        close = CLOSE * max(map(abs, [*values, *theirs]), default=0.0)
+        if len(values) == len(theirs) and any(abs(a - b) > close for a, b in zip(values, theirs, strict=True)):
+            raise CheckpointError(f"{name} is another tensor than that of rank {rank}: {ADVICE}")
+
+
+def union_of(ranks: Ranks, kind: int, values: bytes) -> Union | None:
+    """Return what all ranks have together; None if all have the same tensors. Every rank calls it with its ``values``.
+
+    ``kind``: see ``kind_of``; of ranks of one kind the first one counts.
+    """
+    if len({theirs for (theirs,) in ranks.gather([kind])}) == 1:
+        return None
+    firsts = ranks.from_first_of_each(kind, values.decode())
+    trees = [decode_values(text.encode()) for text in firsts.values()]
+    return Union(trees, list(firsts).index(ranks.rank) if ranks.rank in firsts else None)
+
+
+def verify_options(ranks: Ranks, tree: Tree) -> None:
+    """Raise CheckpointError on every rank where the groups of an optimizer have other options on another one. Every rank calls it."""
+    text = json.dumps(list(group_options(tree)))
+    kind = digest(text)
+    if len({theirs for (theirs,) in ranks.gather([kind])}) > 1:
+        verify_same_options({rank: json.loads(theirs) for rank, theirs in ranks.from_first_of_each(kind, text).items()})

@@ -22,7 +22,7 @@ from elastirun.train.data.shares import share
 from elastirun.train.ddp.replica_description import check_reducible, describe, sparse_names
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import copy_from_first, verify_same
-from elastirun.train.groups.process_groups import find_group
+from elastirun.train.groups.process_groups import find_group, group_of
 from elastirun.train.reduction.buckets.memory import make_views
 from elastirun.train.reduction.control_words import REQUESTS
 from elastirun.train.reduction.transports.base import reduction_errors
@@ -45,6 +45,7 @@ class DeterministicShards:
                     OMP_NUM_THREADS changes with the number of workers on the node, and with it the bits
     process_group   the ranks; default: the default group. Each holds a replica; at construction the replicas are compared (a difference
                     is a ModelMismatch) and rank 0's parameters and buffers are copied to the others
+    device_mesh     in its place: a mesh of one dimension, as ``build_mesh()["dp"]``
 
     ``request("checkpoint")`` or ``request("drain")`` of a rank is in ``requests`` of all ranks after the same step, and ``Drain(model)``
     works. ``step`` counts the steps.
@@ -61,7 +62,15 @@ class DeterministicShards:
 
     _without_reducer = False  # for ``Drain``: requests can be made at once
 
-    def __init__(self, module: nn.Module, shards: int = 8, *, threads: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        shards: int = 8,
+        *,
+        threads: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        device_mesh: Any = None,
+    ) -> None:
         for name, number in (("shards", shards), ("threads", threads)):
             if number < 1:
                 raise WrongUse(f"{name} must be at least 1, not {number}")
@@ -70,7 +79,8 @@ class DeterministicShards:
         if sparse := sorted(sparse_names(module)):
             raise WrongUse(f"the gradient of {sparse[0]} is sparse, which deterministic mode does not reduce: use sparse=False")
         check_reducible(list(module.named_parameters()), None)
-        self.module, self.shards, self.threads, self.process_group = module, shards, threads, find_group(process_group)
+        self.module, self.shards, self.threads = module, shards, threads
+        self.process_group = find_group(group_of(process_group, device_mesh))
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._spans = [subtrees(share(shards, rank, self.world_size), (0, shards)) for rank in range(self.world_size)]  # by rank
         self.step = 0

@@ -21,6 +21,7 @@ from elastirun.train.data.permutation import Permutation
 from elastirun.train.data.shares import share, split
 from elastirun.train.data.steps import Step, accumulate, verify_ranks
 from elastirun.train.errors import TrainError, WrongUse
+from elastirun.train.mesh import place_in, verify_no_mesh
 
 if TYPE_CHECKING:
     from elastirun.train.ddp.module import DistributedDataParallel
@@ -51,9 +52,9 @@ class ElasticDataLoader:
     keyed_rng           seed torch, ``random`` and numpy for each sample by (seed, epoch, sample), so that random augmentations in the
                         dataset are the same at every world size and number of loading workers; default: with ``DeterministicShards``
     drop_last           leave out the last batch of an epoch if it is smaller
-    rank, world_size    default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1.
-                        Where ranks share a replica (tensor parallelism, pipelines), give those of the
-                        data-parallel group, because such ranks need the same samples
+    device_mesh         the dimension over which data are shared, as ``build_mesh()["dp"]``: ranks that share a replica (tensor
+                        parallelism, pipelines) get the same samples. Needed in a job with ``--mesh``
+    rank, world_size    in its place; default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1
     loading             the other arguments of ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, …
 
     A batch is None where this rank has no sample of the global batch, because the batch has fewer samples than there are ranks. The others
@@ -79,6 +80,7 @@ class ElasticDataLoader:
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        device_mesh: Any = None,
         **loading: Any,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -92,7 +94,7 @@ class ElasticDataLoader:
             if number is not None and number < 1:
                 raise WrongUse(f"{name} must be at least 1, not {number}")
         self.length = len(dataset)
-        self.rank, self.world_size = _rank_and_world(rank, world_size)
+        self.rank, self.world_size = _rank_and_world(rank, world_size) if device_mesh is None else place_in(device_mesh)
         self.global_batch_size, self.lr_factor = _scaled(global_batch_size, scale, base_world_size, self.world_size)
         self._follows_world = scale is not None  # the size of the global batch
         self.micro_batch_size, self.shuffle, self.seed, self.drop_last = micro_batch_size, shuffle, seed, drop_last
@@ -287,6 +289,7 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
     if (rank is None) != (world_size is None):
         raise WrongUse("give both rank and world_size, or neither")
     if rank is None or world_size is None:
+        verify_no_mesh('device_mesh=build_mesh()["dp"], or rank= and world_size=')
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -23,7 +23,7 @@ from elastirun.train.data.shares import share
 from elastirun.train.data.steps import Step, accumulate, verify_ranks
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import digest, gather, gather_text
-from elastirun.train.groups.process_groups import find_group
+from elastirun.train.groups.process_groups import find_group, group_of
 
 if TYPE_CHECKING:
     from elastirun.train.ddp.module import DistributedDataParallel
@@ -55,6 +55,7 @@ class ElasticShards:
     shuffle             the order of the shards; samples within a shard come as ``read`` gives them. Default True
     seed                of the order
     process_group       the ranks; default: the default group, or this process alone if there is none
+    device_mesh         in its place: a mesh of one dimension, as ``build_mesh()["dp"]``
     loading             the other arguments of ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, …
 
     Where samples can be read by index, prefer ``ElasticDataLoader``: its global batches are the same at every world size. Raises TrainError
@@ -70,11 +71,13 @@ class ElasticShards:
         shuffle: bool = True,
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        device_mesh: Any = None,
         **loading: Any,
     ) -> None:
         if wrong := [name for name in OURS if name in loading]:
             raise WrongUse(f"{wrong[0]} is not an argument of ElasticShards: it has global_batch_size, shuffle and seed")
-        self.group = find_group(process_group) if process_group or (dist.is_available() and dist.is_initialized()) else None
+        group = group_of(process_group, device_mesh)
+        self.group = find_group(group) if group or (dist.is_available() and dist.is_initialized()) else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         if global_batch_size < self.world_size:

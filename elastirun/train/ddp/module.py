@@ -527,8 +527,8 @@ class DistributedDataParallel(TorchNames):
         module's. Neither for gradient clipping by the norm of all nor for GradScaler: both look at all gradients before a step. Every rank
         calls it between the same two steps, as ``register_comm_hook``.
         """
-        self._optimizer = optimizer
         self._reducer.set_optimizer(BucketSteps(optimizer, [param for _, param in self._named]))
+        self._optimizer = optimizer
 
     # -- copies ---------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elastirun.train.errors import WrongUse
+from elastirun.train.state.loading import ShardedState
 
 
 def applied() -> tuple[int, int]:
@@ -50,6 +51,8 @@ class BucketSteps:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[nn.Parameter]) -> None:
+        if isinstance(optimizer, ShardedState):
+            raise WrongUse("a ShardedOptimizer steps all parameters at once: it does not work with step_in_backward()")
         ours = set(map(id, owned))
         if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
             raise WrongUse("the optimizer also holds parameters that the module does not; those would be stepped with each bucket")

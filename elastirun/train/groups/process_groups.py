@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import backends_of, broadcast, gather
 from elastirun.train.groups.rank_prefix import one_prefix
+from elastirun.train.mesh import verify_no_mesh
 
 OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
 
@@ -255,8 +256,10 @@ def end_own_group(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup | None:
-    """Return the group of ``device_mesh=``, or the one of ``process_group=``."""
+    """Return the group of ``device_mesh=``, or the one of ``process_group=``; None, the default group, not in a job with a mesh."""
     if mesh is None:
+        if group is None:
+            verify_no_mesh('device_mesh=build_mesh()["dp"], or process_group=torch.distributed.group.WORLD')
         return group
     if group is not None:
         raise WrongUse("Cannot specify both process_group and device_mesh arguments. Give one of them")

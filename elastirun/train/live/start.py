@@ -18,6 +18,7 @@ from elastirun.train.ddp.world_switch import WorldSwitch, reducing
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import backends_of
 from elastirun.train.groups.process_groups import init_default_group
+from elastirun.train.state.loading import ShardedState
 from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_connection import LiveConnection
 from elastirun.worker.live_messages import VARIABLE
@@ -83,6 +84,8 @@ def parts_of(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoa
             f"this one has {len(models)} and {len(loaders)}"
         )
     for name, part in state.items():
+        if isinstance(part, ShardedState):
+            raise WrongUse(f"a lost rank takes its part of {name!r}, a ShardedOptimizer, along: give Elastic an optimizer that is whole")
         is_ours = part is loaders[0] or isinstance(part, nn.Module)
         if not is_ours and hasattr(part, "state_dict") and hasattr(part, "__iter__"):
             raise WrongUse(

@@ -28,13 +28,12 @@ from elastirun.train.state.per_rank import PerRank
 from elastirun.train.state.train_state import TrainState
 from elastirun.train.state.tree import Flat, flatten
 from elastirun.train.state.values import DTYPES, decode_values, encode_values
+from elastirun.train.zero.sharded_optimizer import is_elementwise
 
 UNIT = 4 << 20  # bytes that are copied between two looks at the clock, within a millisecond; each slice has at least so many
 LARGEST = 256 << 20  # bytes of a slice, of which each rank has a copy; where it is not enough, the state comes at once, without a copy
 # The time that a slice may cost those that train: so many seconds, or this part of a step, where that is more.
 SECONDS, PART = 0.012, 0.05
-# Those of torch.optim that change each element of a parameter by its own gradient and its own part of the optimizer's state alone.
-ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 TensorRange = tuple[str, int, int]  # elements of a tensor: its name, the first one, and the one after the last
 
 
@@ -64,7 +63,7 @@ def belonging(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[l
     names = {_memory(tensor): name for name, tensor in tensors.items() if tensor.numel() > 1 and tensor.is_contiguous()}
     together = []
     for optimizer in (part for part in state.values() if isinstance(part, Optimizer)):
-        if type(optimizer).__name__ not in ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim."):
+        if not is_elementwise(type(optimizer)):
             return []
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             kept = [value for value in optimizer.state.get(param, {}).values() if isinstance(value, Tensor) and value.numel() > 1]

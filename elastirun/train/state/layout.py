@@ -27,7 +27,7 @@ from elastirun.checkpoint.image import PAGE, round_up
 from elastirun.checkpoint.record import clip
 from elastirun.checkpoint.tensors import Box, overlapping, volume
 from elastirun.errors import CheckpointError
-from elastirun.train.sharded import is_sharded, is_sharded_type, local_part
+from elastirun.train.sharded import TensorPart, is_sharded, is_sharded_type, local_part
 from elastirun.train.state.gc_pause import no_collection
 from elastirun.train.state.torch_zip import ALIGNMENT, shell
 from elastirun.train.state.tree import NESTED, Flat
@@ -127,6 +127,8 @@ def local_box(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
     """Return the box of ``tensor`` that this rank holds, and its memory. Raises ``CheckpointError`` for sums that are not reduced yet."""
     if not is_sharded(tensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor
+    if isinstance(tensor, TensorPart):
+        return Box(tensor.offsets, tuple(tensor.local.shape)), tensor.local
     # The module is imported already, with the DTensor.
     local_sizes = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
     sharded: Any = tensor
@@ -170,7 +172,7 @@ def signature(flat: Flat, own: Iterable[Piece]) -> tuple[Any, ...]:
     values = list(tensors.values())
     shapes, dtypes = list(map(attrgetter("shape"), values)), list(map(attrgetter("dtype"), values))
     sharded: list[Any] = [each for each in values if is_sharded(each)] if any(map(is_sharded_type, {*map(type, values)})) else []
-    specs = [(each.device_mesh, each.placements) for each in sharded]
+    specs = [(each.offsets, each.local.shape) if isinstance(each, TensorPart) else (each.device_mesh, each.placements) for each in sharded]
     with torch.no_grad():
         tied = [_pointer(tensors.get(piece.name)) == _pointer(tensors.get(piece.same_as)) for piece in own if piece.same_as]
     return list(tensors), shapes, dtypes, specs, tied

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,24 @@ class Saved(Protocol):
 
     @property
     def shape(self) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class ShardedState(Protocol):
+    """An optimizer that has state for parts of its parameters, the other parts being on other ranks."""
+
+    def parts(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """Return the state by parameter, as far as this rank has it."""
+
+    def has_part(self, param: Tensor) -> bool:
+        """Return whether this rank keeps state for ``param``."""
+
+    def empty_part(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return an empty tensor for the state of this rank's part of ``param``."""
+
+
+def _sharded(optimizer: Optimizer) -> ShardedState | None:
+    return optimizer if isinstance(optimizer, ShardedState) else None
 
 
 def targets(
@@ -155,12 +173,12 @@ def _optimizer_params(optimizer: Optimizer, node: Node, path: str, names: Parame
     saved = {name: at for at, group in enumerate(groups) for name in group["params"]}
     states = {str(key): each for key, each in items_of(parts["state"]).items()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = []
+    found, sharded = [], _sharded(optimizer)
     for index, (param, name) in enumerate(zip(params, _saved_names(params, saved, optimizer_names(optimizer, names), path), strict=True)):
         at = saved.get(name)
         if at is None and strict:
             raise CheckpointError(f"{path}: the checkpoint's optimizer has no parameter {clip(str(name))}")
-        own = None if at is None else states.get(str(name))
+        own = None if at is None or (sharded is not None and not sharded.has_part(param)) else states.get(str(name))
         group = None if at is None else groups[at]
         found.append(_Param(index, param, group, f"{path}.param_groups.{at}", own, f"{path}.state.{name}"))
     return found
@@ -180,11 +198,13 @@ def _saved_names(params: Sequence[Tensor], saved: Mapping[Any, int], names: list
 def _optimizer_state(optimizer: Optimizer, node: Node, path: str, params: list[_Param], tensor: Callable[[str], Any]) -> dict[str, Any]:
     """Return the state dict for ``optimizer``. What the checkpoint does not have is as it is now."""
     state: dict[int, Any] = {}
+    sharded = _sharded(optimizer)
+    now = optimizer.state if sharded is None else sharded.parts()
     for param in params:
         if param.state is not None:
             state[param.index] = to_value(param.state, param.state_path, tensor)
-        elif param.group is None and param.param in optimizer.state:
-            state[param.index] = optimizer.state[param.param]
+        elif param.group is None and param.param in now:
+            state[param.index] = now[param.param]
     groups, first = [], 0
     for group in optimizer.param_groups:
         own = params[first : first + len(group["params"])]
@@ -216,11 +236,13 @@ def _empty(saved: Saved) -> Tensor:
     return torch.empty(tuple(saved.shape), dtype=saved.dtype)
 
 
-def _like(param: Tensor) -> _Make:
+def _like(sharded: ShardedState | None, param: Tensor) -> _Make:
     """Return a function that makes an empty tensor of an optimizer's state. If it has the shape of ``param``, it is sharded like it."""
 
     def make(saved: Saved) -> Tensor:
         if tuple(saved.shape) == tuple(param.shape):
+            if sharded is not None:
+                return sharded.empty_part(param, saved.dtype)
             return torch.empty_like(param.detach(), dtype=saved.dtype)
         return torch.empty(tuple(saved.shape), dtype=saved.dtype, device=param.device if len(saved.shape) else "cpu")
 
@@ -256,9 +278,11 @@ class _Targets:
             self.add_value(node, path, value, _empty)
 
     def _add_optimizer(self, optimizer: Optimizer, node: Node, path: str) -> None:
+        sharded = _sharded(optimizer)
+        now = optimizer.state if sharded is None else sharded.parts()
         for param in _optimizer_params(optimizer, node, path, self.names, self.strict):
             if param.state is not None:
-                self.add_value(param.state, param.state_path, optimizer.state.get(param.param), _like(param.param))
+                self.add_value(param.state, param.state_path, now.get(param.param), _like(sharded, param.param))
         for key, own in items_of(node).items():
             if key != "state":
                 self.add_value(own, join(path, key), None, _empty)

@@ -19,6 +19,7 @@ from elastirun.errors import CheckpointError
 from elastirun.train.sharded import is_sharded_type
 from elastirun.train.state.names import ParameterNames, plain_names
 from elastirun.train.state.per_rank import PerRank, is_stateful
+from elastirun.train.state.stages import Stages
 from elastirun.train.state.values import PER_RANK, PLAIN, TAG, TENSOR, Fixed, Node, join, to_node
 
 NESTED = "a checkpoint cannot hold a nested tensor; save the list that its unbind() returns"
@@ -166,7 +167,7 @@ def holds_objects(value: object) -> bool:
 
 def state_dict_of(module: nn.Module) -> Mapping[str, Any]:
     """Return the module's state dict with the parameters themselves, unless the class has a method of its own for it."""
-    if getattr(module.state_dict, "__func__", None) is nn.Module.state_dict:
+    if getattr(module.state_dict, "__func__", None) in (nn.Module.state_dict, Stages.state_dict):
         return module.state_dict(keep_vars=True)
     return module.state_dict()
 

@@ -55,7 +55,7 @@ class Agreeing(Protocol):
 class Drain:
     """Lets all ranks of ``ddp`` stop after the same step when one of them gets SIGTERM: a planned stop loses no step.
 
-        drain = Drain(ddp)             # or, with torch's DistributedDataParallel or FSDP2: Drain(optimizer)
+        drain = Drain(ddp)             # or, with a mesh, torch's DistributedDataParallel or FSDP2: Drain(optimizer)
         for batch in batches:
             ...                        # forward, backward, step
             if drain.now:              # on every rank after the same step
@@ -210,7 +210,9 @@ def _agreeing(module: Any) -> Agreeing:
         raise WrongUse(f"a {name} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer")
     world, group = dist.get_world_size(), dist.get_world_size(module.process_group)
     if world != group:
-        raise WrongUse(f"Drain needs a module whose process group has all ranks: {world}, not {group}")
+        raise WrongUse(
+            f"the module reduces over {group} of {world} ranks, so the others would not know of a stop: give Drain the optimizer"
+        )
     agreeing: Agreeing = module
     return agreeing
 
