@@ -67,7 +67,7 @@ def test_the_writer_does_not_start_beside_a_restore(tmp_path: Path, monkeypatch:
     def watch(*args: Any) -> None:
         assert again._opened.publisher is not None
         started.append(again._opened.publisher._writer_started)
-        put(*args)
+        return put(*args)
 
     monkeypatch.setattr(restoring, "put", watch)
     assert again.restore(state) == 1 and started == [False]

@@ -18,7 +18,7 @@ GROUPS, PARAMS = "param_groups", "params"  # of an optimizer
 
 
 class Union:
-    """What all ranks have together. ``trees``: one of each kind, in the order of ranks, the same on all ranks.
+    """The tree that all ranks have together. ``trees``: one of each kind, in the order of ranks, the same on all ranks.
 
     ``lent``: the number of the one that is this rank's, None if it is another rank's.
     """

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from elastirun.train.reduction.transports.base import ALIGNED, Storage, Transport, Work, part_of
 
-CHUNK = 8 << 20  # bytes of a chunk, for all ranks together: enough for a link's bandwidth
+CHUNK, GPU_CHUNK = 2 << 20, 32 << 20  # bytes of a chunk for all ranks together, on the CPU and elsewhere: larger ones are no faster (CPU)
 BUFFERS = 2  # chunks under way: one is copied while the other travels
 
 
 class _Chunk(NamedTuple):
-    """What one chunk carries: this rank's tensors with their places in it, and those that come from the others."""
+    """The content of one chunk: this rank's tensors with their places in it, and those that come from the others."""
 
     sent: list[tuple[Tensor, Tensor]]  # (place, tensor)
     received: list[tuple[Tensor, Tensor]]  # (tensor, place)
@@ -30,7 +30,8 @@ class Gathering:
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], transport: Transport, rank: int) -> None:
         ranks, first = len(tensors), next(tensor for own in tensors for tensor in own)
-        part = max(ALIGNED, CHUNK // first.element_size() // ranks // ALIGNED * ALIGNED)
+        chunk = CHUNK if first.device.type == "cpu" else GPU_CHUNK
+        part = max(ALIGNED, chunk // first.element_size() // ranks // ALIGNED * ALIGNED)
         most = max(sum(tensor.numel() for tensor in own) for own in tensors)
         part = min(part, -(-most // ALIGNED) * ALIGNED)
         self._arena = transport.allocate([Storage(part * ranks, first.dtype, first.device)] * BUFFERS)

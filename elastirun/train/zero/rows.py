@@ -1,4 +1,4 @@
-"""Which rank keeps the optimizer's state of which rows. Pure.
+"""The rows of parameters of which each rank keeps the optimizer's state. Pure.
 
 The parameters stand in a row, which is cut into as many pieces of about the same size as there are ranks. A cut within a parameter lies
 between two of its rows, so that a piece is a box for checkpoints, and at a multiple of 64 elements: kernels that work on vectors then treat

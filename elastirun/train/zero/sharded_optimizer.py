@@ -46,7 +46,7 @@ class ShardedOptimizer(Optimizer):
 
     After each backward the gradients are whole on every rank, as without it: clipping, GradScaler and schedulers need no change. ``step``
     changes the rows of this rank and gives them to the others. The parameters have the same bits as with ``kind`` alone, also with
-    ``fused`` and at any number of ranks; memory for AdamW is 2/W of the parameters' in place of 2, and 16 MiB for the exchange.
+    ``fused`` and at any number of ranks; memory for AdamW is 2/W of the parameters' in place of 2, and some MiB for the exchange.
 
     ``state_dict()`` has torch's form with this rank's part of the state; a ``Checkpointer`` saves the parts of all ranks as one optimizer,
     which any number of ranks restores, with ``kind`` alone, too. ``full_state_dict()`` is whole on every rank. Not with ``Elastic``: a lost
