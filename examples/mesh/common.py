@@ -115,7 +115,9 @@ def train(
     run = TrainState(model, optimizer, data=loader)
     checkpoints, drain = Checkpointer(args.checkpoint, every=args.every), Drain(optimizer)
     checkpoints.restore(run)
-    stages = mesh["pp"] if "pp" in (mesh.mesh_dim_names or ()) else None
+    names = mesh.mesh_dim_names or ()
+    stages = mesh["pp"] if "pp" in names else None
+    speaks = not any(at for name, at in zip(names, mesh.get_coordinate() or (), strict=True) if name != "pp")
     log = open(Path(args.log, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.getpid()}"), "w") if args.log else None  # noqa: SIM115
     while run.step < args.steps:
         for numbers, tokens in loader:
@@ -130,8 +132,8 @@ def train(
             checkpoints.save(run.step, run, now=drain.now)
             if drain.now:
                 drain.leave()
-            if loss is not None and run.step % 10 == 0 and data.get_coordinate() == [0] * data.ndim:
-                print(f"step {run.step}: loss {loss.item():.4f}, mesh {dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))}")
+            if loss is not None and run.step % 10 == 0 and speaks:
+                print(f"step {run.step}: loss {loss.item():.4f}, mesh {dict(zip(names, mesh.shape, strict=True))}")
             if run.step >= args.steps:
                 break
             time.sleep(args.pause)

@@ -3,12 +3,16 @@
 elastirun --nproc-per-node=4 --mesh=replicate=auto,shard=2 examples/mesh/fsdp.py
 """
 
+import warnings
+
 import torch
 from common import Transformer, arguments, loss_of, train
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from elastirun.train import build_mesh
+
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returns a view, as each linear layer does: nothing changes it in place
 
 
 def main() -> None:

@@ -268,7 +268,8 @@ def in_half_of_the_world(rank: int, world: int) -> str:
 
 
 def test_a_module_of_some_ranks_cannot_tell_all() -> None:
-    assert run(2, in_half_of_the_world) == ["the module reduces over 1 of 2 ranks, so the others would not know of a stop: give Drain the optimizer"] * 2
+    told = "the module reduces over 1 of 2 ranks, so the others would not know of a stop: give Drain the optimizer"
+    assert run(2, in_half_of_the_world) == [told] * 2
 
 
 # --- the end

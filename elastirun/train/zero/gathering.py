@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elastirun.train.reduction.transports.base import ALIGNED, Storage, Transport, Work, part_of
 
-CHUNK, GPU_CHUNK = 2 << 20, 32 << 20  # bytes of a chunk for all ranks together, on the CPU and elsewhere: larger ones are no faster (CPU)
+CHUNK, GPU_CHUNK = 2 << 20, 32 << 20  # bytes of a chunk, for all ranks together; on the CPU larger ones are no faster
 BUFFERS = 2  # chunks under way: one is copied while the other travels
 
 
