@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.changes import always, gets, instead_of, never, part_always, skips, without
+from tests.support.changes import always, gets, instead_of, never, part_always, returns, skips, without
 from tests.support.mutants import Mutant, copy, each, failing, mutants_in, named_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
@@ -30,6 +30,56 @@ SLOW = "a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow"
 NEXT = "the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer"
 PUBLISHES = "    Row(TRAINING, PhaseEvent.SAVES, NONE, TRAINING, (PhaseAction.PUBLISH,)),\n"
 MUTANTS = (
+    mutant(
+        "what only some ranks have is a part of every rank's tree",
+        *("state.union:Union.completed", returns("tree")),
+        seen_by="mesh_checkpoints::the_trees_of_all_stages_are_the_tree_of_the_whole",
+    ),
+    mutant(
+        "values that others have from this rank are watched",
+        *("state.union:Union.is_for", returns("True")),
+        seen_by="mesh_checkpoints::values_that_one_rank_alone_has_are_those_of_each_save",
+    ),
+    mutant(
+        "stages whose optimizers have other options are refused",
+        *("state.union:verify_same_options", never("odd")),
+        seen_by="mesh_checkpoints::stages_whose_optimizers_have_other_options_are_refused_when_that_begins",
+    ),
+    mutant(
+        "tensors of one name are compared on all ranks",
+        *("checkpoints.same_tensors:compare", never("close")),
+        seen_by="mesh::stages_with_the_same_names_are_not_saved_as_copies_of_one_another",
+    ),
+    mutant(
+        "a parameter is cut at multiples of what a kernel takes at once",
+        *("zero.rows:Shape.unit", instead_of("math.lcm", "self.width")),
+        seen_by="zero::the_parameters_have_the_bits_of_plain_data_parallelism[2-shared memory]",
+    ),
+    mutant(
+        "the rows of the others come after each step",
+        *("zero.sharded_optimizer:ShardedOptimizer.step", without("gathering.run")),
+        seen_by="zero::the_parameters_have_the_bits_of_plain_data_parallelism[2-group]",
+    ),
+    mutant(
+        "a chunk is not filled before it has arrived everywhere",
+        *("zero.gathering:Gathering.run", never("len(under_way)")),
+        seen_by="zero::the_parameters_have_the_bits_of_plain_data_parallelism[3-group]",
+    ),
+    mutant(
+        "a sharded optimizer is not used in another world",
+        *("zero.sharded_optimizer:ShardedOptimizer._check", never("transport")),
+        seen_by="zero::what_cannot_be_sharded_is_refused_in_one_line",
+    ),
+    mutant(
+        "a stage's norm counts for all stages",
+        *("mesh:clip_grad_norm_", never("across.size")),
+        seen_by="build_mesh::gradients_are_clipped_by_the_norm_of_the_whole_model[0.5-2.0]",
+    ),
+    mutant(
+        "in a job with a mesh all ranks are no default",
+        *("mesh:verify_no_mesh", returns("None")),
+        seen_by="build_mesh::a_job_with_a_mesh_has_to_say_which_ranks_share_data",
+    ),
     mutant(
         "a loop in which a rank has become late has no batch",
         *("elastic:Elastic._loop", part_always("Phase.LATE")),
