@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from contextlib import closing
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from elastirun.train import Checkpointer, CheckpointError, DistributedDataParall
 from elastirun.train.state.tree import flatten
 from elastirun.train.state.union import Union, group_options, merged, verify_same_options
 from elastirun.train.state.values import decode_values, encode_values
+from tests.agent.test_checkpoint_memory import Agent
 from tests.support.worlds import run
 
 WIDTH, LAYERS = 8, 4
@@ -139,6 +142,34 @@ def test_a_checkpoint_of_any_mesh_is_restored_on_any_other(layout: Layout, tmp_p
     for checkpoint in zip(*run(dp * pp * tp, load, folders, layout), strict=True):
         assert {(step, tuple(wrong), tuple(lr)) for step, _, wrong, lr, _ in checkpoint} == {(2, (), (0.25, 0.5))}
         assert set(itertools.chain(*(restored for *_, restored in checkpoint))) == names
+
+
+def in_memory(rank: int, world: int, folder: str, agents: list[str], layout: Layout, saves: bool) -> list[Any]:
+    """Save for the memory alone, or restore. ``agents``: the sockets of the nodes, each of which has two ranks."""
+    os.environ |= {"ELASTIRUN_SOCKET": agents[rank // 2], "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    model, optimizer = build(layout)
+    with closing(Checkpointer(folder, every=100, memory_every=1)) as checkpoints:
+        if saves:
+            fill(model, optimizer)
+            for step in (1, 2):
+                checkpoints.save(step, TrainState(model, optimizer, rng=False))
+            return []
+        step = checkpoints.restore(TrainState(model, optimizer, rng=False))
+    restored = tensors(model, optimizer)
+    return [step, [name for name, tensor in restored.items() if step and not _equal(tensor, numbers(name, tensor))]]
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2, 1), (1, 2, 2, 1)])
+def test_the_memory_of_a_node_has_the_whole_state_where_it_has_a_replica(layout: Layout, tmp_path: Path) -> None:
+    for node in ("a", "b"):
+        (tmp_path / node).mkdir()
+    first, second = (Agent(tmp_path / node, 1 << 30) for node in ("a", "b"))
+    folder, sockets = str(tmp_path / "c"), [str(tmp_path / node / "agent") for node in ("a", "b")]
+    with closing(second):
+        with closing(first):
+            run(4, in_memory, folder, sockets, layout, True)
+        told = run(2, in_memory, folder, sockets[1:], (1, 2, 1, 1), False)  # the other machine is lost
+    assert told == [[2, []] if layout[0] == 2 else [None, []]] * 2
 
 
 def read_by_torch(rank: int, world: int, folder: str) -> list[str]:
