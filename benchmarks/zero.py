@@ -1,4 +1,4 @@
-"""Measures a step with a sharded optimizer beside the optimizer alone and torch's ZeroRedundancyOptimizer: time, state, peak memory.
+"""Measures a step with a sharded optimizer beside the optimizer alone, torch's ZeroRedundancyOptimizer and FSDP2: time, state, peak memory.
 
     python -m benchmarks.zero [--ranks 2] [--width 512] [--layers 8] [--rounds 8]
 
@@ -19,14 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from benchmarks.lab import machine, table
 from elastirun.train import DistributedDataParallel, ShardedOptimizer
+from elastirun.train.sharded import local_part
 from tests.support import worlds
 
 PLAIN, SHARDED, TORCH = "DistributedDataParallel, AdamW", "DistributedDataParallel, ShardedOptimizer", "torch's, ZeroRedundancyOptimizer"
-VARIANTS = (PLAIN, SHARDED, TORCH)
+KEPT, RESHARDED = "FSDP2, reshard_after_forward=False (ZeRO-2)", "FSDP2 (ZeRO-3)"
+VARIANTS = (PLAIN, SHARDED, TORCH, KEPT, RESHARDED)
 STEPS = 3  # of a variant in its turn, the first of which is not counted
 TOKENS, BATCH = 32, 8
 
@@ -36,6 +40,11 @@ def make(name: str, width: int, layers: int) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True) for _ in range(layers)))
     options = {"lr": 1e-3, "fused": True}
+    if name in (KEPT, RESHARDED):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=name == RESHARDED)
+        return model, model, torch.optim.AdamW(model.parameters(), **options)
     if name == TORCH:
         theirs = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         return model, theirs, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
@@ -81,8 +90,8 @@ def memory(rank: int, world: int, name: str, width: int, layers: int) -> tuple[i
         step(ddp, optimizer, x)
     own = {SHARDED: "_within", TORCH: "optim"}.get(name)
     states = (getattr(optimizer, own) if own else optimizer).state.values()
-    state = sum(value.nbytes for each in states for value in each.values() if isinstance(value, Tensor) and value.dim())
-    return sum(param.nbytes for param in model.parameters()), state, peak() - before
+    state = sum(local_part(value).nbytes for each in states for value in each.values() if isinstance(value, Tensor) and value.dim())
+    return sum(param.numel() * param.element_size() for param in model.parameters()), state, peak() - before
 
 
 def peak() -> int:

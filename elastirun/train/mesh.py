@@ -6,7 +6,7 @@ docs/parallelism.md has the picture.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elastirun.mesh import Mesh
 from elastirun.train.errors import TrainError, WrongUse
-from elastirun.train.sharded import is_sharded
+from elastirun.train.sharded import is_sharded, local_part, placed_as
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,14 +42,19 @@ def build_mesh(otherwise: str | None = None, *, device: str | None = None) -> De
 
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     text = os.environ.get(MESH, "")
+    wanted = None if otherwise is None else _parsed(otherwise)
     if text:
-        sizes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
-    elif otherwise is None:
+        sizes = _told(text)
+        if wanted is not None and wanted.names != tuple(sizes):
+            raise WrongUse(f"the launcher has the mesh {text}, and the script wants {otherwise}: give both the same dimensions")
+    elif wanted is None:
         raise WrongUse(
             "the launcher was told of no mesh: start with elastirun --mesh=dp=auto,tp=2, or give one, build_mesh('dp=auto,tp=2')"
         )
+    elif not wanted.fits(world):
+        raise TrainError(f"a world of {world} ranks is no multiple of {wanted.unit}, the ranks of one replica of {otherwise}")
     else:
-        sizes = _sizes(otherwise, world)
+        sizes = dict(zip(wanted.names, wanted.shape(world), strict=True))
     number = 1
     for size in sizes.values():
         number *= size
@@ -59,14 +64,20 @@ def build_mesh(otherwise: str | None = None, *, device: str | None = None) -> De
     return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _sizes(text: str, world: int) -> dict[str, int]:
+def _parsed(text: str) -> Mesh:
     try:
-        mesh = Mesh.parse(text)
-    except ValueError as error:
-        raise WrongUse(f"{text}: {error}") from None
-    if not mesh.fits(world):
-        raise TrainError(f"a world of {world} ranks is no multiple of {mesh.unit}, the ranks of one replica of {text}")
-    return dict(zip(mesh.names, mesh.shape(world), strict=True))
+        return Mesh.parse(text)
+    except (AttributeError, ValueError) as error:
+        raise WrongUse(f"build_mesh({text!r}): {error if isinstance(error, ValueError) else 'write a text such as dp=auto,tp=2'}") from None
+
+
+def _told(text: str) -> dict[str, int]:
+    """Return names and sizes in the launcher's ``text``."""
+    parts = [part.partition("=") for part in text.split(",")]
+    sizes = {name: int(size) for name, _, size in parts if name.isidentifier() and size.isdecimal() and int(size)}
+    if len(sizes) != len(parts):
+        raise TrainError(f"{MESH}={text} is no mesh such as dp=2,tp=2; the launcher sets it (--mesh): leave it alone, or unset it")
+    return sizes
 
 
 def verify_no_mesh(instead: str) -> None:
@@ -78,6 +89,8 @@ def verify_no_mesh(instead: str) -> None:
 
 def place_in(mesh: DeviceMesh) -> tuple[int, int]:
     """Return the place of this rank among the coordinates of ``mesh``, and their number. Ranks that differ elsewhere only share one."""
+    if not hasattr(mesh, "get_coordinate"):
+        raise WrongUse(f"device_mesh has to be a DeviceMesh, such as build_mesh()['dp'], not a {type(mesh).__name__}")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise WrongUse("this rank is not in the device_mesh that was given")
@@ -95,25 +108,46 @@ def clip_grad_norm_(
 
     As ``torch.nn.utils.clip_grad_norm_``, of which parts of the gradients are on other ranks: those of DTensors on the ranks of their
     mesh, and those of other parameters on the ranks of ``across``, one dimension, such as ``mesh["pp"]`` for the stages of a pipeline.
-    Every rank calls it. A weight that two stages have counts twice.
+    Every rank calls it. A weight that two stages have counts twice, and ``mesh["dp"]``, whose ranks have copies, would count all again.
     """
-    kinds: dict[Any, list[Tensor]] = {}
-    for param in [parameters] if isinstance(parameters, Tensor) else parameters:
-        grad: Any = param.grad
-        if grad is not None:
-            kinds.setdefault((grad.device_mesh, grad.placements) if is_sharded(grad) else None, []).append(param)
-    norms = [_whole(torch.nn.utils.get_total_norm([param.grad for param in each], norm_type)) for each in kinds.values()]  # type: ignore[misc]
+    if across is not None and (not hasattr(across, "get_group") or across.ndim != 1):
+        raise WrongUse("across has to be one dimension of a DeviceMesh, such as build_mesh()['pp']")
+    params = [param for param in ([parameters] if isinstance(parameters, Tensor) else parameters) if param.grad is not None]
+    kinds: dict[Any, list[Tensor]] = {}  # by the meshes that the gradients are on
+    for param in params:
+        spec: Any = param
+        kinds.setdefault((spec.device_mesh, spec.placements) if is_sharded(param) else None, []).append(param)
+    norms = [_norm(kind, each, norm_type, across) for kind, each in kinds.items()]
     device = norms[0].device if norms else torch.device(across.device_type if across is not None else "cpu")
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-    if across is not None and across.size() > 1:
-        everyones = [torch.empty_like(total) for _ in range(across.size())]
-        dist.all_gather(everyones, total, group=across.get_group())
-        total = torch.linalg.vector_norm(torch.stack(everyones), norm_type)
+    if across is not None:
+        total = _norm_over(across, total, norm_type)
     for each in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(each, max_norm, total)
     return total
 
 
-def _whole(norm: Any) -> Tensor:
-    found: Tensor = norm.full_tensor() if is_sharded(norm) else norm
+def _norm(kind: Any, params: Sequence[Any], norm_type: float, across: DeviceMesh | None) -> Tensor:
+    """Return the norm of the gradients of ``params``, which are all on the mesh of ``kind``, or on none."""
+    if kind is None:
+        return torch.nn.utils.get_total_norm([param.grad for param in params], norm_type)
+    mesh, placements = kind
+    if across is not None and len({*across.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()}) > 1:
+        raise WrongUse("gradients are DTensors on the dimension across, whose parts count already: give the one of the pipeline, or none")
+    parts = [local_part(placed_as(param, param.grad)) for param in params]
+    filled = [part for part in parts if part.numel()]
+    found = torch.nn.utils.get_total_norm(filled, norm_type) if filled else parts[0].new_zeros(())
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            found = _norm_over(mesh[mesh.mesh_dim_names[dim]] if mesh.ndim > 1 else mesh, found, norm_type)
     return found
+
+
+def _norm_over(mesh: DeviceMesh, norm: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of all that the ranks of ``mesh``, one dimension, have, of which ``norm`` is this rank's. Types may differ."""
+    if mesh.size() == 1:
+        return norm
+    everyones = [torch.empty((), dtype=torch.float64, device=norm.device) for _ in range(mesh.size())]
+    dist.all_gather(everyones, norm.to(torch.float64), group=mesh.get_group())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(everyones), norm_type).to(norm.dtype)
+    return total

@@ -16,7 +16,7 @@ class TensorPart(Tensor):
     """A box of a tensor whose other boxes are on other ranks, as a sharded optimizer has it in its state.
 
     ``local``: its memory. ``shape``: of the whole tensor; ``offsets``: where the box begins in it. State dicts and checkpoints know it;
-    no operation but ``detach()`` works on it.
+    no operation but ``detach()`` and ``clone()`` works on it.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -31,8 +31,8 @@ class TensorPart(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].local.detach(), args[0].shape, args[0].offsets)
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(function(args[0].local), args[0].shape, args[0].offsets)
         raise TrainError(f"{function} on a part of a tensor, whose other parts are on other ranks: use what its to_local() returns")
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 from contextlib import closing
 from copy import deepcopy
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -227,10 +229,8 @@ def test_values_that_one_rank_alone_has_are_those_of_each_save(tmp_path: Any) ->
     assert run(2, lent_values, str(tmp_path)) == [[2, [2, 2, 2], {"rank": 0}, 2]] * 2
 
 
-def unused_parts(rank: int, world: int, folder: str, caplog: Any = None) -> list[str]:
+def unused_parts(rank: int, world: int, folder: str) -> list[str]:
     """Restore stages, without a layer that no rank has. Return what is logged."""
-    import logging
-
     part = Whole().stage(rank, world)
     told: list[str] = []
     handler = logging.Handler()
@@ -254,6 +254,116 @@ def test_what_no_rank_has_a_place_for_is_said_and_other_stages_are_not(tmp_path:
 def test_stages_with_one_name_are_refused() -> None:
     with pytest.raises(CheckpointError, match="two stages have first.bias: let each name its layers"):
         Stages(Whole(), Whole()).state_dict()
+
+
+def sharded_stages(rank: int, world: int, folder: str, how: str) -> str:
+    """Save stages of the same names that are split over two ranks each. Return the error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "x"))
+    torch.manual_seed(mesh["pp"].get_local_rank())
+    part = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+    if how == "fsdp":
+        fully_shard(part, mesh=mesh["x"])
+    else:
+        parallelize_module(part, mesh["x"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with closing(Checkpointer(folder)) as checkpoints, pytest.raises(CheckpointError) as error:
+        checkpoints.save(1, {"model": part})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tp"])
+def test_parts_of_one_box_are_compared(how: str, tmp_path: Path) -> None:
+    for told in run(4, sharded_stages, str(tmp_path), how):
+        assert told.startswith("rank 2: model.0.weight is another tensor than that of rank 0: ")
+
+
+def coming_apart(rank: int, world: int, folder: str) -> list[str]:
+    """Save stages of the same names that begin alike. Return what is logged."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("elastirun.checkpoints").addHandler(handler)
+    state = {"weight": torch.ones(4)}
+    with closing(Checkpointer(folder)) as checkpoints:
+        for step in range(1, 11):
+            state["weight"] += rank * (step > 1)
+            checkpoints.save(step, state)
+    return [text for text in told if "another tensor" in text]
+
+
+def test_copies_that_come_apart_are_said(tmp_path: Path) -> None:
+    first, second = run(2, coming_apart, str(tmp_path))
+    assert second == [] and len(first) == 1
+    assert first[0].startswith("after a restore all ranks will have the same, and now they have not: rank 1: weight is another tensor")
+
+
+def removed_values(rank: int, world: int, folder: str) -> Any:
+    state: dict[str, Any] = {
+        "model": Whole().stage(rank, world),
+        "frozen": {"0": True, "1": True},
+        "x": {"y": 1},
+        "config": {"param_groups": [1]},
+    }
+    with closing(Checkpointer(folder)) as checkpoints:
+        checkpoints.save(1, state)
+        del state["frozen"]["1"], state["x"]
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        found = {**state, "frozen": None, "x": "not there"}
+        checkpoints.restore(found, strict=False)
+    return [found["frozen"], found["x"], found["config"]]
+
+
+def test_values_that_are_removed_are_gone(tmp_path: Path) -> None:
+    assert run(2, removed_values, str(tmp_path)) == [[{"0": True}, "not there", {"param_groups": [1]}]] * 2
+
+
+def empty_group(rank: int, world: int, folder: str) -> list[Any]:
+    """Resume where a group has no parameter on one rank. Return its learning rates, before and after one more save."""
+    part = nn.ModuleDict({str(rank): nn.Linear(4, 4, bias=rank == 0)})
+
+    def make() -> Any:
+        groups = [[p for p in part.parameters() if p.dim() == dim] for dim in (2, 1)]
+        return torch.optim.AdamW([{"params": group} for group in groups], lr=0.1)
+
+    optimizer = make()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    with closing(Checkpointer(folder)) as checkpoints:
+        checkpoints.save(1, {"model": part, "optimizer": optimizer})
+        checkpoints.wait()
+        again = make()
+        checkpoints.restore({"model": part, "optimizer": again})
+        checkpoints.save(2, {"model": part, "optimizer": again})
+    return [group["lr"] for group in again.param_groups]
+
+
+def test_a_group_without_parameters_here_has_its_options_back(tmp_path: Path) -> None:
+    assert run(2, empty_group, str(tmp_path)) == [[0.05, 0.05]] * 2
+
+
+class Migrated(nn.Linear):
+    """A layer that changes what an older version of it has saved."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 10
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def migrated(rank: int, world: int, folder: str) -> float:
+    part = nn.ModuleDict({"only": Migrated(1, 1)})
+    nn.init.ones_(part["only"].weight)  # type: ignore[arg-type]
+    with closing(Checkpointer(folder)) as checkpoints:
+        checkpoints.save(1, {"model": Stages(part)})
+        checkpoints.wait()
+        checkpoints.restore({"model": Stages(part)})
+    return float(part["only"].weight)  # type: ignore[arg-type]
+
+
+def test_stages_keep_the_versions_of_their_layers(tmp_path: Path) -> None:
+    assert run(1, migrated, str(tmp_path)) == [1.0]
 
 
 def test_stages_are_one_module() -> None:
@@ -287,7 +397,7 @@ def test_the_trees_of_all_stages_are_the_tree_of_the_whole() -> None:
     trees = [tree_of(whole.stage(number, 4)) for number in range(4)]
     expected = plain(tree_of(whole))
     for own in range(4):
-        made = plain(Union([*map(plain, trees)], own).completed(trees[own]))
+        made = plain(Union([*map(plain, trees)], own, trees[own]).completed(trees[own]))
         [group], [theirs] = made["optimizer"].pop("param_groups"), plain(expected)["optimizer"]["param_groups"]
         assert sorted(group.pop("params")) == sorted(theirs.pop("params")) and group == theirs
         rest = plain(expected)
@@ -297,21 +407,23 @@ def test_the_trees_of_all_stages_are_the_tree_of_the_whole() -> None:
 
 def test_the_trees_of_parameters_without_names_are_refused() -> None:
     whole = Whole()
-    trees = [flatten({"optimizer": torch.optim.SGD(whole.stage(number, 2).parameters())}).tree for number in range(2)]
+    trees = [flatten({"optimizer": torch.optim.SGD(whole.stage(number, 4).parameters())}).tree for number in range(2)]
     with pytest.raises(CheckpointError, match="parameters that are in no module of the state"):
         merged(trees[0], trees[1])
 
 
 def test_values_that_others_have_from_this_rank_are_watched() -> None:
     first, second = ({"a": 1, "b": {"c": 2}}, {"a": 3, "b": {"c": 4, "d": 5}, "e": [6]})
-    union = Union([first, second], 1)
+    union = Union([first, second], 1, second)
     assert union.is_for({"a": 8, "b": {"c": 9, "d": 5}, "e": [6]})
     assert not union.is_for({"a": 3, "b": {"c": 4, "d": 7}, "e": [6]}) and not union.is_for({"a": 3, "b": {"c": 4, "d": 5}, "e": [7]})
-    assert Union([{**first, "f": 7}, second], 0).is_for({"a": 0, "b": {"c": 0}, "f": 7})
-    assert not Union([{**first, "f": 7}, second], 0).is_for({"a": 1, "b": {"c": 2}, "f": 8})
-    assert not Union([first, second], 0).is_for({"a": 1, "b": {"c": 2}, "new": 8}), "what is new may be lacked by others"
-    assert Union([first, second], 0).is_for({"a": 0}) and Union([first, second], None).is_for({"e": 7})
-    assert union.completed({"a": 8}) == {"a": 8, "b": {"c": 2, "d": 5}, "e": [6]}
+    assert Union([{**first, "f": 7}, second], 0, {**first, "f": 7}).is_for({"a": 0, "b": {"c": 0}, "f": 7})
+    assert not Union([{**first, "f": 7}, second], 0, {**first, "f": 7}).is_for({"a": 1, "b": {"c": 2}, "f": 8})
+    assert not Union([first, second], 0, first).is_for({"a": 1, "b": {"c": 2}, "new": 8}), "what is new may be lacked by others"
+    assert Union([first, second], 0, first).is_for({"a": 0}) and Union([first, second], None, second).is_for({"e": 7})
+    assert union.completed({"a": 8}) == {"a": 8}, "what this rank had and has no more is gone"
+    assert Union([first, second], 0, first).completed({"a": 8, "b": {"c": 2}}) == {"a": 8, "b": {"c": 2, "d": 5}, "e": [6]}
+    assert Union([first, second], 0, first).completed({"b": {}}) == {"b": {"d": 5}, "e": [6]}
 
 
 def test_versions_of_layers_are_those_of_all_ranks() -> None:

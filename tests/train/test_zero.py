@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -68,11 +69,11 @@ class Net(nn.Module):
         super().__init__()
         self.e, self.a, self.n = nn.Embedding(150, 33), nn.Linear(33, 129), nn.LayerNorm(129)
         self.b, self.unused, self.some, self.c = nn.Linear(129, 77), nn.Linear(5, 5), nn.Linear(77, 77), nn.Linear(77, 3)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale, self.phase = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones((), dtype=torch.complex64))
 
     def forward(self, x: Tensor, some: bool) -> Tensor:
         hidden = self.b(torch.relu(self.n(self.a(self.e(x))))).mean(1)
-        out: Tensor = self.c(self.some(hidden) if some else hidden) * self.scale
+        out: Tensor = self.c(self.some(hidden) if some else hidden) * self.scale * self.phase.abs()
         return out
 
 
@@ -93,10 +94,11 @@ def parameters(rank: int, transport: str, name: str, sharded: bool, steps: int) 
     """Train; return all parameters."""
     torch.manual_seed(0)
     net = Net()
+    net.phase.requires_grad_(not KINDS[name][1].get("fused"))  # which takes no complex numbers
     ddp = DistributedDataParallel(net, transport=transport, bucket_cap_mb=None if steps % 2 else 0.02)
     kind, options = KINDS[name]
     norms = [param for param_name, param in net.named_parameters() if param_name.startswith("n.")]
-    others = [param for param_name, param in net.named_parameters() if not param_name.startswith("n.")]
+    others = [param for param_name, param in net.named_parameters() if not param_name.startswith("n.") and param.requires_grad]
     groups = [{"params": norms, "lr": 2e-2}, {"params": others}]
     optimizer = ShardedOptimizer(ddp, kind, groups, **options) if sharded else kind(groups, **options)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -219,7 +221,8 @@ def whole_states(rank: int, world: int) -> list[bool]:
     other = ShardedOptimizer(ddp, torch.optim.AdamW, lr=0.1)
     other.load_state_dict(copy.deepcopy(whole))
     found.append(same(other.full_state_dict(), whole) and other.param_groups[0]["lr"] == 0.5)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert get_optimizer_state_dict(ddp, optimizer)["state"] and same(other.full_state_dict(), whole), "torch takes no step of its own"
     return [*found, same(other.full_state_dict(), whole)]
 
 
@@ -300,6 +303,8 @@ def refused(rank: int, world: int) -> list[str]:
         ddp.set_group()
         optimizer.step()
 
+    part = TensorPart(torch.ones(1, 8), (8, 8), (7 - rank, 0))
+    others = {"state": {0: {"momentum_buffer": part}, 1: {"momentum_buffer": part}}, "param_groups": [{"params": [0, 1], "lr": 1.0}]}
     sparse = DistributedDataParallel(nn.Embedding(8, 8, sparse=True))
     gaps = nn.Linear(8, 8)
     gaps.weight = nn.Parameter(torch.ones(8, 20)[:, :8])
@@ -312,6 +317,8 @@ def refused(rank: int, world: int) -> list[str]:
         lambda: ShardedOptimizer(sparse, torch.optim.SGD),
         lambda: ShardedOptimizer(DistributedDataParallel(gaps), torch.optim.SGD),
         lambda: optimizer.add_param_group({"params": []}),
+        lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]}),
+        lambda: optimizer.load_state_dict(others),
         lambda: ddp.step_in_backward(optimizer),
         lambda: parts_of(TrainState(ddp, optimizer, data=ElasticDataLoader([0], 1))),  # type: ignore[arg-type]
         lambda: TensorPart(torch.ones(1), (2,), (0,)) + 1,
@@ -331,5 +338,6 @@ def test_what_cannot_be_sharded_is_refused_in_one_line() -> None:
         assert all(told) and not any("\n" in text for text in told), told
         assert told[1].startswith("LBFGS may need more than single elements of a parameter: ASGD, Adadelta")
         assert told[4] == "a gradient of the module is sparse, of which there are no rows: use sparse=False"
-        assert told[8].startswith("a lost rank takes its part of 'optimizer', a ShardedOptimizer, along: give Elastic")
-        assert told[10].startswith("a parameter has other memory than") and told[11].startswith("the module is in another world than")
+        assert told[8].startswith("this is the state of another rank's part: save full_state_dict()")
+        assert told[10].startswith("a lost rank takes its part of 'optimizer', a ShardedOptimizer, along: give Elastic")
+        assert told[12].startswith("a parameter has other memory than") and told[13].startswith("the module is in another world than")

@@ -45,6 +45,7 @@ from elastirun.worker.current_round import FENCE
 log = logging.getLogger("elastirun.checkpoints")
 
 MOST_VALUES = 16 << 20  # bytes of values.json: they are copied and sent as JSON, while training waits
+COMPARED_AGAIN = {8**power for power in range(1, 12)}  # saves before which ranks that had the same are compared once more
 KEPT = 100  # saves whose durations ``stats`` reports
 
 
@@ -241,6 +242,8 @@ class Checkpointer:
             values = encode_values(flat.tree)
         # A rank that came later has filled none.
         self._number, self._filled = (max(theirs[at] for theirs in everyone) for at in (4, 5))
+        if self._number in COMPARED_AGAIN:
+            self._compare_again(flat)
         number = len(self._by_image)
         # The newest copy stays until the next one is complete.
         older = [(self._filled + more) % number for more in range(1, number)]
@@ -268,11 +271,20 @@ class Checkpointer:
 
         everyones = map(decode, on_every_rank(self._ranks, take))
         made = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
-        kind = kind_of(flat, self._ranks.rank)
-        verify_same_tensors(flat, self._ranks, kind)
+        verify_same_tensors(flat, self._ranks)
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(made, self._ranks.rank), made.tensors_json(), gpu)
-        self._planned = _Planned(made, own, signature(flat, own), DcpFiles(made), union_of(self._ranks, kind, values))
+        self._planned = _Planned(
+            made, own, signature(flat, own), DcpFiles(made), union_of(self._ranks, kind_of(flat, self._ranks.rank), values)
+        )
+
+    def _compare_again(self, flat: Flat) -> None:
+        """Say where tensors that were copies at the first save are no copies any more: one of them is saved for all."""
+        try:
+            verify_same_tensors(flat, self._ranks)
+        except CheckpointError as error:
+            if self._ranks.rank == 0:
+                log.warning("after a restore all ranks will have the same, and now they have not: %s", error)
 
     # -- the directory ----------------------------------------------------------------------------------------------------
 

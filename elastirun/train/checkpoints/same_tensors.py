@@ -12,6 +12,7 @@ from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.ranks import Ranks, on_every_rank
 from elastirun.train.groups.collectives import digest
 from elastirun.train.sharded import is_sharded, local_part
+from elastirun.train.state.layout import local_box
 from elastirun.train.state.tree import Flat
 from elastirun.train.state.union import Tree, Union, group_options, verify_same_options
 from elastirun.train.state.values import decode_values
@@ -35,29 +36,45 @@ def _shared_names(flat: Flat, rank: int) -> list[str]:
     return [name for name in flat.tensors if not name.endswith(f"@{rank}")]
 
 
-def verify_same_tensors(flat: Flat, ranks: Ranks, kind: int) -> None:
-    """Raise CheckpointError on every rank if two have tensors of one name with different values. ``kind``: see ``kind_of``.
+def verify_same_tensors(flat: Flat, ranks: Ranks) -> None:
+    """Raise CheckpointError on every rank if two have tensors of one name, or parts of one box, with different values.
 
-    Every rank calls it. Buffers of modules may differ, because forwards change them on each rank. DTensors are not compared.
+    Every rank calls it. Buffers of modules may differ, because forwards change them on each rank.
     """
-    own = samples(flat, ranks.rank)
-    text = json.dumps(own)
-    if len({theirs for (theirs,) in ranks.gather([digest(text)])}) > 1:
-        first: dict[str, tuple[int, Sequence[float]]] = {}
-        for rank, theirs in ranks.from_first_of_each(kind, text).items():
-            for name, values in json.loads(theirs).items():
-                first.setdefault(name, (rank, values))
-        on_every_rank(ranks, lambda: compare(own, first))
+    _verify(samples(flat, ranks.rank), ranks, among_all=True)
+    _verify(part_samples(flat), ranks, among_all=False)
+
+
+def _verify(own: Samples, ranks: Ranks, among_all: bool) -> None:
+    """Compare ``own`` with what the first rank has that has the same names. ``among_all``: other ranks may have some of them, too."""
+    key, text = digest("\n".join(sorted(own))), json.dumps(own)
+    told = ranks.gather([key, digest(text)])
+    values: dict[int, set[int]] = {}
+    for names, theirs in told:
+        values.setdefault(0 if among_all else names, set()).add(theirs)
+    if not (odd := {names for names, found in values.items() if len(found) > 1}):
+        return
+    is_odd, first = among_all or key in odd, dict[str, tuple[int, Sequence[float]]]()
+    for rank, spelled in ranks.from_first_of_each(key if is_odd else 0, text if is_odd else "{}").items():
+        for name, found in json.loads(spelled).items():
+            first.setdefault(name, (rank, found))
+    on_every_rank(ranks, lambda: compare(own if is_odd else {}, first))
 
 
 def samples(flat: Flat, rank: int) -> dict[str, list[float]]:
-    """Return some elements of each tensor that has to be a copy of the other ranks'; none of buffers and DTensors."""
+    """Return some elements of each tensor that has to be a copy of the other ranks'; none of buffers and parts."""
     loose = {local_part(buffer).data_ptr() for module in flat.modules for buffer in module.buffers()}
     return {
         name: [] if is_sharded(tensor) or tensor.data_ptr() in loose else _sample(tensor)
         for name in _shared_names(flat, rank)
         for tensor in (flat.tensors[name],)
     }
+
+
+def part_samples(flat: Flat) -> dict[str, list[float]]:
+    """Return some elements of each part of a tensor; the name has its box, too."""
+    parts = [(name, *local_box(name, tensor)) for name, tensor in flat.tensors.items() if is_sharded(tensor)]
+    return {f"{name} at {box.offsets} {box.sizes}": _sample(local) for name, box, local in parts}
 
 
 def _sample(tensor: Tensor) -> list[float]:
@@ -76,7 +93,7 @@ def compare(own: Samples, first: Mapping[str, tuple[int, Sequence[float]]]) -> N
         rank, theirs = first[name]
         close = CLOSE * max(map(abs, [*values, *theirs]), default=0.0)
         if len(values) == len(theirs) and any(abs(a - b) > close for a, b in zip(values, theirs, strict=True)):
-            raise CheckpointError(f"{name} is another tensor than that of rank {rank}: {ADVICE}")
+            raise CheckpointError(f"{name.partition(' at (')[0]} is another tensor than that of rank {rank}: {ADVICE}")
 
 
 def union_of(ranks: Ranks, kind: int, values: bytes) -> Union | None:
@@ -88,7 +105,7 @@ def union_of(ranks: Ranks, kind: int, values: bytes) -> Union | None:
         return None
     firsts = ranks.from_first_of_each(kind, values.decode())
     trees = [decode_values(text.encode()) for text in firsts.values()]
-    return Union(trees, list(firsts).index(ranks.rank) if ranks.rank in firsts else None)
+    return Union(trees, list(firsts).index(ranks.rank) if ranks.rank in firsts else None, decode_values(values))
 
 
 def verify_options(ranks: Ranks, tree: Tree) -> None:

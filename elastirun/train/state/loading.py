@@ -206,10 +206,14 @@ def _optimizer_state(optimizer: Optimizer, node: Node, path: str, params: list[_
         elif param.group is None and param.param in now:
             state[param.index] = now[param.param]
     groups, first = [], 0
-    for group in optimizer.param_groups:
+    saved_groups = items_of(items_of(node).get("param_groups"))
+    for at, group in enumerate(optimizer.param_groups):
         own = params[first : first + len(group["params"])]
         first += len(own)
         options = _group_options(group, own, path, tensor)
+        if not own and len(saved_groups) == len(optimizer.param_groups):  # the parameters may be on other ranks
+            same_place = _Param(-1, torch.empty(0), items_of(saved_groups[at]), f"{path}.param_groups.{at}", None, "")
+            options = _group_options(group, [same_place], path, tensor)
         groups.append({**options, "params": [param.index for param in own]})
     others = {key: each for key, each in items_of(node).items() if key not in ("state", "param_groups")}
     return {**{key: to_value(each, join(path, key), tensor) for key, each in others.items()}, "state": state, "param_groups": groups}

@@ -41,12 +41,25 @@ class Stages(nn.Module):
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the tensors of all parts by their names in the whole model."""
-        found = OrderedDict() if destination is None else destination
-        for _, names, own in self._names(keep_vars):
+        found: Any = OrderedDict() if destination is None else destination
+        versions = getattr(found, "_metadata", OrderedDict())
+        for part, names, own in self._names(keep_vars):
             found.update((prefix + name, own[key]) for name, key in names)
+            versions.update((prefix + name, layer) for name, layer in _layers(part, own).items())
+        found._metadata = versions  # as torch's state dicts have it
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Give each part its own. ``strict``: it has to be all there. What no part has is left out."""
-        for part, names, _ in self._names(keep_vars=False):
-            part.load_state_dict({key: state_dict[name] for name, key in names if name in state_dict}, strict, assign)
+        versions = getattr(state_dict, "_metadata", {})
+        for part, names, own in self._names(keep_vars=False):
+            given = OrderedDict((key, state_dict[name]) for name, key in names if name in state_dict)
+            layers = zip(getattr(own, "_metadata", {}).items(), _layers(part, own), strict=True)
+            given._metadata = {key: versions.get(name, layer) for (key, layer), name in layers}  # type: ignore[attr-defined]
+            part.load_state_dict(given, strict, assign)
+
+
+def _layers(part: nn.Module, own: Any) -> dict[str, Any]:
+    """Return what torch notes of each layer of ``part``, such as its version, by the layer's name in the whole model."""
+    layers = getattr(own, "_metadata", {})
+    return dict(zip(plain_names(part, list(layers)), layers.values(), strict=True))

@@ -20,11 +20,11 @@ GROUPS, PARAMS = "param_groups", "params"  # of an optimizer
 class Union:
     """The tree that all ranks have together. ``trees``: one of each kind, in the order of ranks, the same on all ranks.
 
-    ``lent``: the number of the one that is this rank's, None if it is another rank's.
+    ``lent``: the number of the one that is this rank's, None if it is another rank's. ``own_tree``: this rank's.
     """
 
-    def __init__(self, trees: Sequence[Tree], lent: int | None) -> None:
-        self._whole: Tree = reduce(merged, trees)
+    def __init__(self, trees: Sequence[Tree], lent: int | None, own_tree: Tree) -> None:
+        self._others: Tree = _lacking(own_tree, reduce(merged, trees)) or {}
         self._before: Tree = reduce(merged, trees[: lent or 0], {})
         own = None if lent is None else trees[lent]
         lacked = {path for tree in trees for path, _ in _beyond(own or {}, tree, "")}  # by at least one of the others
@@ -42,7 +42,7 @@ class Union:
 
     def completed(self, tree: Tree) -> Tree:
         """Return this rank's ``tree`` with what the other ranks have beyond it."""
-        return merged(tree, self._whole, self._merged)  # type: ignore[no-any-return]
+        return merged(tree, self._others, self._merged)  # type: ignore[no-any-return]
 
 
 def merged(first: Node, other: Node, known: dict[int, tuple[Fixed, Fixed]] | None = None) -> Node:
@@ -60,9 +60,26 @@ def merged(first: Node, other: Node, known: dict[int, tuple[Fixed, Fixed]] | Non
             known[id(first)] = first, Fixed({**first, **{key: each for key, each in other.items() if key not in first}})
         return known[id(first)][1]
     both = {key: merged(each, other[key], known) if key in other else each for key, each in first.items()}
-    if type(first.get(GROUPS)) is list and type(other.get(GROUPS)) is list:
+    if _is_groups(first.get(GROUPS)) and _is_groups(other.get(GROUPS)):
         both[GROUPS] = _groups(first[GROUPS], other[GROUPS])
     return {**both, **{key: each for key, each in other.items() if key not in first}}
+
+
+def _lacking(own: Node, whole: Node) -> Node:
+    """Return what ``whole`` has beyond ``own``; None if that is nothing. Groups of optimizers stay as they are in ``whole``."""
+    if not (_is_open(own) and _is_open(whole)):
+        return None
+    if TAG in own or TAG in whole:
+        mine, theirs = _module(own), _module(whole)
+        parts = {key: _lacking(mine[key], theirs[key]) for key in ("versions", "items")}
+        return {TAG: "module", **{key: each or {} for key, each in parts.items()}} if any(parts.values()) else None
+    beyond = {key: _lacking(own[key], each) if key in own and not _is_groups(each) else each for key, each in whole.items()}
+    return {key: each for key, each in beyond.items() if each is not None or key not in own} or None
+
+
+def _is_groups(node: Node) -> bool:
+    """Return whether ``node`` are the groups of an optimizer."""
+    return type(node) is list and bool(node) and all(isinstance(each, dict) and type(each.get(PARAMS)) is list for each in node)
 
 
 def _is_open(node: Node) -> bool:
@@ -77,6 +94,8 @@ def _module(node: Node) -> Node:
 
 def _groups(first: Sequence[Node], other: Sequence[Node]) -> list[Node]:
     """Return the groups of two optimizers: those at the same place are one."""
+    if list(first) == list(other):
+        return list(first)
     names = [{*map(type, group[PARAMS])} for group in (*first, *other) if group[PARAMS]]
     if any(kinds != {str} for kinds in names):
         raise CheckpointError(
@@ -103,7 +122,7 @@ def _beyond(own: Node, before: Node, path: str) -> Iterator[tuple[str, Node]]:
         return
     there = before if isinstance(before, dict) else {}
     for key, each in own.items():
-        if key == GROUPS and type(each) is list:
+        if key == GROUPS and _is_groups(each):
             yield from ((f"{join(path, key)}.{at}", each[at]) for at in range(len(there.get(key) or ()), len(each)))
         else:
             yield from _beyond(each, there.get(key), join(path, key))
@@ -113,7 +132,7 @@ def group_options(tree: Node, path: str = "") -> Iterator[tuple[str, int, Any]]:
     """Yield (path, index, options) of the groups of each optimizer in ``tree``: what ranks with different parts have to agree on."""
     if isinstance(tree, dict) and not isinstance(tree, Fixed):
         for key, each in tree.items():
-            if key == GROUPS and type(each) is list:
+            if key == GROUPS and _is_groups(each):
                 for at, group in enumerate(each):
                     yield join(path, key), at, {name: value for name, value in group.items() if name != PARAMS}
             else:

@@ -6,6 +6,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class ShardedOptimizer(Optimizer):
         if not isinstance(ddp, DistributedDataParallel):
             raise WrongUse(f"ShardedOptimizer needs a DistributedDataParallel of elastirun.train, not a {type(ddp).__name__}")
         if not (isinstance(kind, type) and is_elementwise(kind)):
-            name = getattr(kind, "__name__", str(kind))
+            name = getattr(kind, "__name__", type(kind).__name__)
             raise WrongUse(f"{name} may need more than single elements of a parameter: {', '.join(ELEMENTWISE)} can be sharded")
         whole = kind([param for param in ddp.parameters() if param.requires_grad] if params is None else params, **options)
         world = ddp._reducer.world
@@ -152,6 +153,15 @@ class ShardedOptimizer(Optimizer):
         """Return an empty tensor for the state of this rank's rows of ``param``."""
         return self._part(param, torch.empty_like(self._views[param], dtype=dtype))
 
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Return the state by parameter, as far as this rank has it; tensors of rows are ``TensorPart``."""
+        return defaultdict(dict, self.parts())
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Do nothing: torch's class sets an empty one."""
+
     def parts(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state by parameter, as far as this rank has it."""
         return {
@@ -201,14 +211,17 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of ``state_dict``, which may be whole, as of ``kind`` alone, or have parts as ``state_dict()``."""
-        params = self._all_params()
+        params, saved_groups = self._all_params(), state_dict["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
+            raise TrainError("the state has other groups than this ShardedOptimizer, or other numbers of parameters in them")
+        self._verify_own(params, state_dict["state"])
         taken = {
             params[at]: {name: self._own_rows(params[at], value) for name, value in state.items()}
             for at, state in state_dict["state"].items()
             if params[at] in self._views
         }
         groups, index = [], dict[Tensor, int]()
-        for group, saved in zip(self._within.param_groups, state_dict["param_groups"], strict=True):
+        for group, saved in zip(self._within.param_groups, saved_groups, strict=True):
             for view in group["params"]:
                 index[view] = len(index)
             numbers = [index[view] for view in group["params"]]
@@ -217,17 +230,26 @@ class ShardedOptimizer(Optimizer):
         for group, own in zip(self.param_groups, self._within.param_groups, strict=True):
             group.update((name, value) for name, value in own.items() if name != "params")
 
+    def _verify_own(self, params: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Raise TrainError for parts of tensors that are other ranks'."""
+        for at, state in states.items():
+            for value in state.values():
+                if isinstance(value, TensorPart):
+                    own = self._part(params[at], self._views[params[at]]) if params[at] in self._views else None
+                    if not isinstance(own, TensorPart) or (own.offsets, own.local.shape) != (value.offsets, value.local.shape):
+                        raise TrainError("this is the state of another rank's part: save full_state_dict(), or use a Checkpointer")
+
     def _own_rows(self, param: Tensor, value: Any) -> Any:
         if not isinstance(value, Tensor) or not param.dim() or tuple(value.shape) != tuple(param.shape):
             return value
         if isinstance(value, TensorPart):
-            return value.local
+            return value.local.clone()
         rows, local = self._rows[param], local_part(value)
         if is_sharded(param) and not is_sharded(value):
             box, _ = local_box("", param)
             for dim, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 local = local.narrow(dim, begin, size)
-        return _rows_of(local, rows)
+        return _rows_of(local, rows).clone()  # not a view: the whole would stay in memory
 
 
 def _verify(params: Sequence[Tensor], ddp: DistributedDataParallel) -> None:
@@ -235,7 +257,7 @@ def _verify(params: Sequence[Tensor], ddp: DistributedDataParallel) -> None:
     trained = {id(param) for param in ddp._reducer.params}
     for param in params:
         if id(param) not in trained:
-            raise WrongUse("ShardedOptimizer has a parameter that the module does not train: give it parameters of ddp alone")
+            raise WrongUse("ShardedOptimizer has a parameter that is frozen, or not of ddp: leave it out, or all params")
     if ddp._reducer.parts.planner.sparse:
         raise WrongUse("a gradient of the module is sparse, of which there are no rows: use sparse=False")
 
@@ -266,7 +288,8 @@ def _spell(state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            found[name] = str(value.dtype).removeprefix("torch."), None if value.dim() else value.item()
+            number = None if value.dim() else value.item()
+            found[name] = str(value.dtype).removeprefix("torch."), [number.real, number.imag] if isinstance(number, complex) else number
         else:
             found[name] = type(value).__name__, value
     return found
@@ -275,4 +298,6 @@ def _spell(state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 def _read(kind: str, value: Any) -> Any:
     if kind not in DTYPES:
         return value
-    return torch.empty(0, dtype=DTYPES[kind]) if value is None else torch.tensor(value, dtype=DTYPES[kind])
+    if value is None:
+        return torch.empty(0, dtype=DTYPES[kind])
+    return torch.tensor(complex(*value) if isinstance(value, list) else value, dtype=DTYPES[kind])
