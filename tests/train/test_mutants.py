@@ -56,6 +56,21 @@ MUTANTS = (
         seen_by="zero::the_parameters_have_the_bits_of_plain_data_parallelism[2-shared memory]",
     ),
     mutant(
+        "parts of one box are compared",
+        *("checkpoints.same_tensors:part_samples", returns("{}")),
+        seen_by="mesh_checkpoints::parts_of_one_box_are_compared[tp]",
+    ),
+    mutant(
+        "values that are removed are gone",
+        *("state.union:_lacking", returns("whole")),
+        seen_by="mesh_checkpoints::values_that_are_removed_are_gone",
+    ),
+    mutant(
+        "a sharded optimizer takes no other rank's part",
+        *("zero.sharded_optimizer:ShardedOptimizer.load_state_dict", without("self._verify_own")),
+        seen_by="zero::what_cannot_be_sharded_is_refused_in_one_line",
+    ),
+    mutant(
         "the rows of the others come after each step",
         *("zero.sharded_optimizer:ShardedOptimizer.step", without("gathering.run")),
         seen_by="zero::the_parameters_have_the_bits_of_plain_data_parallelism[2-group]",
@@ -72,7 +87,7 @@ MUTANTS = (
     ),
     mutant(
         "a stage's norm counts for all stages",
-        *("mesh:clip_grad_norm_", never("across.size")),
+        *("mesh:_norm_over", always("mesh.size")),
         seen_by="build_mesh::gradients_are_clipped_by_the_norm_of_the_whole_model[0.5-2.0]",
     ),
     mutant(
@@ -139,7 +154,7 @@ MUTANTS = (
     mutant(
         "an optimizer that is not known to treat elements alone gets all at once",
         "live.state_slices:belonging",
-        never("ELEMENTWISE"),
+        never("is_elementwise"),
         seen_by="state_slices::an_optimizer_of_another_package_comes_at_once",
     ),
     mutant(
