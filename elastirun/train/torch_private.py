@@ -19,8 +19,8 @@ from elastirun.train.errors import WrongUse
 TRIED = ("2.6", "2.14")  # torch: with the oldest version some tests fail (docs/torchrun.md), with the newest all pass
 
 NEEDED = {  # by module: the names that are looked up in it
-    "torch": ("_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_round_"),
-    "torch._C": ("_current_autograd_node", "_current_graph_task_id", "_will_engine_execute_node"),
+    "torch": ("Tensor._make_wrapper_subclass", "_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_round_"),
+    "torch._C": ("_current_autograd_node", "_current_graph_task_id", "_disabled_torch_function_impl", "_will_engine_execute_node"),
     "torch._C._distributed_c10d": ("BuiltinCommHookType.FP16_COMPRESS",),
     "torch._utils": ("_get_device_index",),
     "torch.autograd": ("Variable._execution_engine.queue_callback", "_unsafe_preserve_version_counter"),

@@ -87,7 +87,7 @@ def run_example(folder: Path, layout: str, nproc: int, steps: int) -> str:
     return done.stdout
 
 
-@pytest.mark.daily(5)
+@pytest.mark.daily(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_example_trains_as_one_process_and_resumes_at_another_size(layout: str, tmp_path: Path) -> None:
     unit = 4 if "three" in layout else 2
@@ -102,7 +102,7 @@ def test_an_example_trains_as_one_process_and_resumes_at_another_size(layout: st
     assert {step: sum(each) / len(each) for step, each in means.items()} == pytest.approx(losses, abs=1e-6)
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(9)
 @pytest.mark.parametrize("layout", ["tensor_parallel.py", "pipeline.py", "fsdp.py"])
 def test_a_node_is_killed_and_given_back(layout: str, nodes: Cluster, tmp_path: Path) -> None:
     mesh, more = LAYOUTS[layout]

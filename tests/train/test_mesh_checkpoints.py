@@ -131,7 +131,7 @@ def _equal(one: Any, other: Any) -> bool:
 LAYOUTS: list[Layout] = [(1, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 2), (1, 4, 2, 1), (3, 1, 2, 1)]
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_of_any_mesh_is_restored_on_any_other(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> None:
     place = tmp_path_factory.mktemp("checkpoints")

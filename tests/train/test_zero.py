@@ -127,7 +127,7 @@ def compare(rank: int, world: int, transport: str, names: list[str], steps: int,
     return differing
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_parameters_have_the_bits_of_plain_data_parallelism(world: int, transport: str) -> None:
