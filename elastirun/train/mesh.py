@@ -5,6 +5,7 @@ docs/parallelism.md has the picture.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -52,14 +53,13 @@ def build_mesh(otherwise: str | None = None, *, device: str | None = None) -> De
             "the launcher was told of no mesh: start with elastirun --mesh=dp=auto,tp=2, or give one, build_mesh('dp=auto,tp=2')"
         )
     elif not wanted.fits(world):
-        raise TrainError(f"a world of {world} ranks is no multiple of {wanted.unit}, the ranks of one replica of {otherwise}")
+        raise TrainError(
+            f"a world of {world} ranks is no multiple of {wanted.unit}, the ranks of one replica of {otherwise}: start a multiple"
+        )
     else:
         sizes = dict(zip(wanted.names, wanted.shape(world), strict=True))
-    number = 1
-    for size in sizes.values():
-        number *= size
-    if number != world:
-        raise TrainError(f"the mesh {text or otherwise} has {number} ranks, and the world {world}")
+    if (number := math.prod(sizes.values())) != world:
+        raise TrainError(f"the mesh {text or otherwise} has {number} ranks, and the world {world}: start as many workers as it has")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -93,7 +93,7 @@ def place_in(mesh: DeviceMesh) -> tuple[int, int]:
         raise WrongUse(f"device_mesh has to be a DeviceMesh, such as build_mesh()['dp'], not a {type(mesh).__name__}")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise WrongUse("this rank is not in the device_mesh that was given")
+        raise WrongUse("this rank is not in the device_mesh that was given: load data on its ranks alone")
     place = 0
     for at, size in zip(coordinate, mesh.shape, strict=True):
         place = place * size + at
@@ -104,11 +104,12 @@ def place_in(mesh: DeviceMesh) -> tuple[int, int]:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, across: DeviceMesh | None = None
 ) -> Tensor:
-    """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
+    """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before, without dimensions.
 
     As ``torch.nn.utils.clip_grad_norm_``, of which parts of the gradients are on other ranks: those of DTensors on the ranks of their
     mesh, and those of other parameters on the ranks of ``across``, one dimension, such as ``mesh["pp"]`` for the stages of a pipeline.
     Every rank calls it. A weight that two stages have counts twice, and ``mesh["dp"]``, whose ranks have copies, would count all again.
+    Raises WrongUse where ``across`` is no single dimension, or one that gradients are DTensors on.
     """
     if across is not None and (not hasattr(across, "get_group") or across.ndim != 1):
         raise WrongUse("across has to be one dimension of a DeviceMesh, such as build_mesh()['pp']")

@@ -58,8 +58,8 @@ def test_the_mesh_is_that_of_the_launcher_or_else_of_the_script() -> None:
             "ELASTIRUN_MESH=dp=x,tp=2 is no mesh such as dp=2,tp=2; the launcher sets it (--mesh): leave it alone, or unset it",
             "the launcher was told of no mesh: start with elastirun --mesh=dp=auto,tp=2, or give one, build_mesh('dp=auto,tp=2')",
             "build_mesh('tp'): 'tp' is no dimension of a mesh; write it as in dp=auto,pp=2,tp=4",
-            "a world of 4 ranks is no multiple of 3, the ranks of one replica of dp=auto,tp=3",
-            "the mesh dp=2,tp=4 has 8 ranks, and the world 4",
+            "a world of 4 ranks is no multiple of 3, the ranks of one replica of dp=auto,tp=3: start a multiple",
+            "the mesh dp=2,tp=4 has 8 ranks, and the world 4: start as many workers as it has",
         ]
 
 

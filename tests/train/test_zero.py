@@ -87,6 +87,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True}),
     "nadam": (torch.optim.NAdam, {"lr": 1e-3}),
     "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1e-2}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-3}),
+    "radam": (torch.optim.RAdam, {"lr": 1e-3}),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-3}),
 }
 
 

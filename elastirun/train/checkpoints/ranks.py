@@ -102,10 +102,10 @@ class Ranks:
     def from_first_of_each(self, kind: int, text: str) -> dict[int, str]:
         """Return the ``text`` of the first rank of each ``kind`` (64 bits), by rank, in rank order."""
         rows = self.gather([kind, len(data := bytearray(text.encode()))])
-        kinds = [theirs for theirs, _ in rows]
-        found = {}
+        found, seen = {}, set[int]()
         for rank, (theirs, size) in enumerate(rows):
-            if kinds.index(theirs) == rank:
+            if theirs not in seen:
+                seen.add(theirs)
                 self.broadcast(part := data if rank == self.rank else bytearray(size), rank)
                 found[rank] = part.decode()
         return found

@@ -210,18 +210,23 @@ def _optimizer_state(optimizer: Optimizer, node: Node, path: str, params: list[_
     for at, group in enumerate(optimizer.param_groups):
         own = params[first : first + len(group["params"])]
         first += len(own)
-        options = _group_options(group, own, path, tensor)
+        same_place = {}
         if not own and len(saved_groups) == len(optimizer.param_groups):  # the parameters may be on other ranks
-            same_place = _Param(-1, torch.empty(0), items_of(saved_groups[at]), f"{path}.param_groups.{at}", None, "")
-            options = _group_options(group, [same_place], path, tensor)
+            same_place = {f"{path}.param_groups.{at}": items_of(saved_groups[at])}
+        options = _group_options(group, own, same_place, path, tensor)
         groups.append({**options, "params": [param.index for param in own]})
     others = {key: each for key, each in items_of(node).items() if key not in ("state", "param_groups")}
     return {**{key: to_value(each, join(path, key), tensor) for key, each in others.items()}, "state": state, "param_groups": groups}
 
 
-def _group_options(group: Mapping[str, Any], own: list[_Param], path: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the saved options of ``group``; its present options if the checkpoint has none of its parameters."""
-    there = {param.group_path: param.group for param in own if param.group is not None}
+def _group_options(
+    group: Mapping[str, Any], own: list[_Param], same_place: Mapping[str, dict[str, Node]], path: str, tensor: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Return the saved options of ``group``; its present options if the checkpoint has none of its parameters.
+
+    ``same_place``: the saved group that counts where this one has no parameters, by its path; none otherwise.
+    """
+    there = same_place or {param.group_path: param.group for param in own if param.group is not None}
     saved = [(at, {key: each for key, each in one.items() if key not in ("params", "param_names")}) for at, one in there.items()]
     if any(options != saved[0][1] for _, options in saved):
         raise CheckpointError(

@@ -210,10 +210,15 @@ class ShardedOptimizer(Optimizer):
         return {**self.state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of ``state_dict``, which may be whole, as of ``kind`` alone, or have parts as ``state_dict()``."""
+        """Take this rank's part of ``state_dict``, which may be whole, as of ``kind`` alone, or have parts as ``state_dict()``.
+
+        Raises TrainError for other groups, and for another rank's part.
+        """
         params, saved_groups = self._all_params(), state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
-            raise TrainError("the state has other groups than this ShardedOptimizer, or other numbers of parameters in them")
+            raise TrainError(
+                "the state has other groups than this ShardedOptimizer, or other numbers of parameters in them: make both alike"
+            )
         self._verify_own(params, state_dict["state"])
         taken = {
             params[at]: {name: self._own_rows(params[at], value) for name, value in state.items()}
