@@ -20,6 +20,7 @@ from elastirun.agent import ending
 from elastirun.agent.assemble import assemble
 from elastirun.agent.host import name_servers
 from elastirun.agent.observe import account, events
+from elastirun.agent.output.agent_lines import Level
 from elastirun.agent.output.logs import END_LIMIT
 from elastirun.agent.part import NodeRound, WorkerExit
 from elastirun.agent.processes.preload.server_start import StartedServer
@@ -85,7 +86,7 @@ class Agent:
         """Stop the workers with their whole grace, without the machine."""
         self._selector.unregister(self._session)
         if self._workers.running:
-            self._console.say("internal error, see below; stopping the workers here")
+            self._console.say("internal error, see below; stopping the workers here", Level.ERROR)
         self._workers.stop(self._config.timing.grace)
         self._console.start_dropping()
         while self._workers.running:
@@ -128,10 +129,10 @@ class Agent:
         ended = bool(self._workers.running) and over
         seconds = self._session.check_standstill(now, waited, ended)
         if seconds is not None:
-            if ended or seconds > self._config.timing.expire / 2:
+            if ended or (self._config.max_nodes > 1 and seconds > self._config.timing.expire / 2):
                 short = seconds < STANDSTILL
                 what = "the others may take this node for lost" if short else f"this agent stood still for {seconds:.0f} s"
-                self._console.say(what + ("; its workers were ended" if ended else ""))
+                self._console.warn(what + ("; its workers were ended" if ended else ""))
             self._made.lease.stood_still(ended)
             self._made.log.write(events.StoodStill(round(seconds, 3), ended))
         self._made.lease.renew(now)
@@ -268,7 +269,7 @@ class Agent:
 
     def worker_stuck(self, text: str) -> None:
         """Leave: a worker that SIGKILL does not end keeps its GPU, so this node cannot run another round."""
-        self._console.say(text)
+        self._console.warn(text)
         self._leave_sick("a worker hangs in the kernel")
 
     def _leave_sick(self, why: str) -> None:
@@ -329,7 +330,8 @@ class Agent:
             size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
             size += f", {Mesh.parse(self._config.mesh).described(workers)}" if self._config.mesh else ""
             kept = len(round.parked)
-            same = f", {kept} in {'the process' if kept == 1 else 'processes'} of the last round" if kept else ""
+            them = "" if kept == len(round.ranks) else f"{kept} of them "
+            same = f", {them}in the same process{'es' * (kept > 1)} as before" if kept else ""
             self._console.say(f"round {round.number}: {size}; here {here}{same} ({round.record.reason})")
 
     def _end_left_running(self) -> None:
@@ -353,7 +355,7 @@ class Agent:
             self.workers_idle()
             return
         if self._config.max_nodes > 1 and not self._signum:
-            self._console.say(f"{'parking' if asked else 'stopping'} the workers here: {action.reason}")
+            self._console.warn(f"{'parking' if asked else 'stopping'} the workers here: {action.reason}")
         self._workers.stop(grace, self._stop_signal(), asked)
         if not all_asked:
             self._console.start_dropping()  # after the signal, so that there is room for their last output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +17,12 @@ from elastirun.agent.hangs.standing import Standing
 from elastirun.agent.hangs.straggler_watch import StragglerWatch
 from elastirun.agent.hangs.watch import HangWatch
 from elastirun.agent.host import cpus, descriptors
+from elastirun.agent.host.node_name import NodeName
 from elastirun.agent.observe import tracing
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.events import EventLog, RoundEvents
 from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.agent.output.agent_lines import LineFormat, shows_colours
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.part import NodeRound, Part, WorkerExit
@@ -96,42 +99,44 @@ def assemble(
     stragglers: StragglerWatch
     bound_to = cpu_sets(config, environ)
     files = descriptors.raise_limit()
-    console = Console(selector)
+    name = stack.enter_context(closing(NodeName(config.node_name, f"{config.run_id}\0{config.endpoint}", numbered=config.max_nodes > 1)))
+    console = Console(selector, form=LineFormat(name.text, config.run_id, config.logs.format, coloured=shows_colours(2, environ)))
     stack.callback(console.close)
-    row, say = new_row(config), console.say
+    row, say, warn = new_row(config, name.text), console.say, console.warn
     signals = Signals(config.signals, config.forward_signals, selector, agent.signalled, lambda n: workers.forward(n), agent.child_ended)
     stack.callback(signals.close)
     # No other node goes on without the only node of a job, so its guard needs no lease; but see ``GuardLease``.
     lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
-    tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, say, given)))
-    socket = _socket(tree, selector, say, stack)
+    tree = stack.enter_context(closing(ProcessTree(config.run_id, lease, selector, warn, given)))
+    socket = _socket(tree, selector, warn, stack)
     round_check = RoundCheck(
         *(row.id, socket, lambda: session.post(Changed(clock.now()))), lambda: describe_node(session, workers, live, stragglers, environ)
     )
+    terminal = os.ttyname(0) if os.isatty(0) else ""
     heard = agent.peers_lost, agent.gathered, agent.runs
     live = stack.enter_context(closing(LiveWorkers(selector, lambda pid: pid in workers.pids, lambda pid: workers.park(pid), *heard)))
     node = NodeEnvironment(
-        environ, cpu_sets=bound_to, mark=tree.mark, live=live.name, socket=socket.path, group=tree.group, files=files
+        environ, cpu_sets=bound_to, mark=tree.mark, live=live.name, terminal=terminal, socket=socket.path, group=tree.group, files=files
     )  # completed for each round
     logs, log = _logs(config, environ, row, console, selector, stack)
     if logs.temporary:
         tree.remove_folder_at_end(logs.temporary)
-    memory = stack.enter_context(closing(CheckpointMemory(socket, log.write, say)))
-    tracker = FailureTracker(row.name, logs)
+    memory = stack.enter_context(closing(CheckpointMemory(socket, log.write, warn)))
+    tracker = FailureTracker(row.name, logs, warn)
     like = worker_like(config, replace(node, cpus=cpus.usable_cpus()))
-    forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, say, given)))
+    forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, warn, given)))
     callbacks = agent.worker_ended, agent.workers_idle, agent.worker_stuck, tree.owns, tree.worker_reaped
     workers = Workers(selector, *callbacks, starts=forks.spawn)
     session = stack.enter_context(closing(Session.of(config, row, agent.store_failed)))
     selector.register(session, EVENT_READ, agent.store_readable)
     limits, meet = (config.hang_timeout, config.first_step_timeout), partial(meeting, session)
     pages = stack.enter_context(closing(ProgressPages()))
-    hangs = stack.enter_context(closing(HangWatch(*limits, workers, pages, meet, log.write, say, agent.worker_hung)))
+    hangs = stack.enter_context(closing(HangWatch(*limits, workers, pages, meet, log.write, warn, agent.worker_hung)))
     standing = Standing(workers, hangs.stacks, any(limit is not None for limit in limits), say)
-    stragglers = StragglerWatch(workers, pages, meet, log.write, say)
+    stragglers = StragglerWatch(workers, pages, meet, log.write, warn)
     accounting = Accounting(pages, log.write)
     rounds = RoundEvents(log, row.id, lambda node: session.machine.store.quiet(node))
-    quarantine = Quarantine(config, session, accounting, tracker, stragglers, log.write, say, agent.sits_out)
+    quarantine = Quarantine(config, session, accounting, tracker, stragglers, log.write, warn, agent.sits_out)
     shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine)
     stack.callback(health.serve(shown, selector, say))
     guard = GuardLease(config, tree, session)
@@ -140,7 +145,7 @@ def assemble(
         *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, memory),
         *(forks, hangs, standing, stragglers, quarantine),
     )
-    start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, say)
+    start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, warn)
     return Assembly(
         *(console, tree, logs, log, session, workers, forks, live, tracker),
         *(pages, hangs, accounting, round_check, memory, guard, start, parts),

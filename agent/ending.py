@@ -10,6 +10,7 @@ from elastirun import clock
 from elastirun.agent import termination_log
 from elastirun.agent.failures import classify, report
 from elastirun.agent.failures.exit_codes import ExitCode
+from elastirun.agent.output.agent_lines import Level
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
 from elastirun.agent.session import Session
@@ -71,7 +72,7 @@ class Ending:
         number = self.record.round if self.record else 0
         fields = termination_log.message(self.verdict(code), code, self.finish.reason, number, self.node, failures)
         if trouble := termination_log.write(fields):
-            console.say(trouble)
+            console.warn(trouble)
 
     def tell(self, config: LaunchConfig, console: Console, logs: RunLogs, error_file: str | None) -> None:
         """Print the failure report, or a line when there is something to say; write ``error_file`` when the job did not succeed."""
@@ -81,12 +82,12 @@ class Ending:
             assert self.record is not None
             number, used = self.record.round, f"{self.record.failures - 1} of {config.max_restarts}"
             text = report.report(config.command.script, finish.reason, records, number, used, self.began, logs.directory, self.done)
-            console.write_err(text.encode())
+            console.report(text)
             _write_error_file(error_file, finish.reason, records, console, logs)
         elif finish.outcome is Outcome.SUCCEEDED and not self.started:
             console.say("the job succeeded; no worker ran on this node")
         elif finish.outcome is not Outcome.SUCCEEDED and not self.signum:
-            console.say(f"giving up: {finish.reason}")
+            console.say(f"giving up: {finish.reason}", Level.ERROR)
             _write_error_file(error_file, finish.reason, (), console, logs)
 
 
@@ -101,7 +102,7 @@ def _write_error_file(path: str | None, reason: str, records: tuple[ExitRecord, 
         try:
             logs.disk.call(partial(report.write_error_file, path, reason, records), END_LIMIT)
         except OSError as error:
-            console.say(f"cannot write TORCHELASTIC_ERROR_FILE {path}: {error.strerror}")
+            console.warn(f"cannot write TORCHELASTIC_ERROR_FILE {path}: {error.strerror}")
 
 
 def wait_for_left_running(

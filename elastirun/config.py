@@ -93,6 +93,7 @@ class LogPolicy:
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None  # string.Template over role_name, rank, local_rank, hostname
+    format: str = "text"  # of the agent's own lines: "text", "json"
     event_log: str = "null"  # "null", "console", "jsonl"
     show: tuple[tuple[int, int], ...] | None = None  # ranges of global ranks that reach the console; negative: from the end
     limit: int = 0  # largest size of a log file in bytes; 0: unlimited
@@ -133,6 +134,7 @@ class LaunchConfig(RendezvousConfig):
 
     command: Command
     nproc: int  # workers on this node
+    node_name: str = ""  # empty: the host name
     local_addr: str | None = None
     port_range: tuple[int, int] | None = None  # first and last port that the agent may choose to listen on; None: any free one
     role: str = "default"

@@ -120,7 +120,7 @@ def test_a_row_with_all_the_failures_it_may_tell_of_can_be_read_by_the_others(ch
 @pytest.mark.parametrize("character", ["x", "🎉"])
 def test_what_all_workers_of_a_thousand_nodes_said_last_fits_into_one_answer_of_etcd(character: str) -> None:
     said = [f"{i} {character * 600}" for i in range(40)] + [character * 600]
-    tracker = FailureTracker("n" * 128, cast(RunLogs, None))
+    tracker = FailureTracker("n" * 128, cast(RunLogs, None), print)
     for i in range(8):
         tracker.add(make_record("n" * 128, WorkerExit(i, i, 1, 1, float(i), False), said, note="y" * 200))
     first, *others = tracker.failures

@@ -81,6 +81,12 @@ def shows_own_failure(lines: Sequence[str], error: Sequence[str] | None) -> bool
     return error is not None or len(said) == 1 or any(_UNCAUGHT.match(line) for line in lines)
 
 
+def shows_lost_peers(lines: Sequence[str]) -> bool:
+    """Return whether the last exception of a worker, or without one its last ``lines``, are what a lost peer causes."""
+    name, said = _last_exception(lines)
+    return (name is None or bool(_PEER_EXCEPTION.fullmatch(name))) and any(_PEER_LOST_MESSAGE.search(line) for line in said)
+
+
 def may_be_stopped_from_outside(end: WorkerExit, lines: Sequence[str]) -> bool:
     """Return whether the worker may have ended because all processes of its node were signalled, so that its agent is signalled next.
 

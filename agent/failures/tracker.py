@@ -16,7 +16,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from elastirun import clock
@@ -29,8 +29,10 @@ from elastirun.agent.failures.classify import (
     make_record,
     may_be_stopped_from_outside,
     shorten,
+    shows_lost_peers,
     shows_own_failure,
 )
+from elastirun.agent.failures.consequences import Consequences
 from elastirun.agent.failures.report import read_error_file
 from elastirun.agent.hangs.causes import Observed, describe, traceback
 from elastirun.agent.host.descriptors import ready
@@ -54,8 +56,9 @@ class FailureTracker(Part):
     ``stopped``: whether the agent has told the round's workers to stop.
     """
 
-    def __init__(self, node: str, logs: RunLogs) -> None:
+    def __init__(self, node: str, logs: RunLogs, warn: Callable[[str], None]) -> None:
         self._node, self._logs = node, logs
+        self._consequences = Consequences(logs, warn)
         self.began: float | None = None
         self.start_round(-1, False)
 
@@ -68,6 +71,7 @@ class FailureTracker(Part):
         self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the output of workers that were failing when the agent stopped them
         self.hung: set[int] = set()  # local ranks of workers that hang, which are their failures
         self._ended_well: list[WorkerExit] = []
+        self._victims_reported = False  # nobody else had failed when the other nodes were told
         self._noted = False  # the workers that peers have missed are among ``_records``
         self._oom_kills = oom.oom_kills()
         self.stopped = False
@@ -141,20 +145,35 @@ class FailureTracker(Part):
 
     def record_end(self, end: WorkerExit) -> None:
         """Record the end of a worker as a failure if it is one. Called when the parts have heard of it: the log has its last lines then."""
+        said: Sequence[str] = ()  # by a worker that has only lost its peers
         if end.local_rank in self.hung:
-            return
-        if end.killed_by_us:
+            pass
+        elif end.killed_by_us:
             if end.code and end.local_rank in self._shown:
                 self.add(make_record(self._node, end, self._shown[end.local_rank], alone=self._alone))
+            elif end.code and shows_lost_peers(lines := self._logs.last_lines(end.local_rank)):
+                said = lines
         elif not end.code:
             self._ended_well.append(end)
         else:
-            lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
-            unread = self._logs.inherits_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
-            note = "; ".join(filter(None, (self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
-            record = make_record(self._node, end, lines, error, note, self._alone or unread)
-            from_outside = may_be_stopped_from_outside(end, error or lines)
-            self.add(record, SIGNAL_HOLD if from_outside else VICTIM_HOLD if record.blame == Blame.VICTIM else 0.0)
+            said = self._record_failure(end)
+        if said:
+            self._consequences.add(end, said)
+        else:
+            self._consequences.show(end.local_rank)
+
+    def idle(self) -> None:
+        self._consequences.tell(cause_is_unknown=self._victims_reported and bool(self.victims))
+
+    def _record_failure(self, end: WorkerExit) -> Sequence[str]:
+        """Record the failure of a worker that ended by itself. Returns what it said if it has only lost its peers; else nothing."""
+        lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
+        unread = self._logs.inherits_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
+        note = "; ".join(filter(None, (self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
+        record = make_record(self._node, end, lines, error, note, self._alone or unread)
+        from_outside = may_be_stopped_from_outside(end, error or lines)
+        self.add(record, SIGNAL_HOLD if from_outside else VICTIM_HOLD if record.blame == Blame.VICTIM else 0.0)
+        return (error or lines) if record.blame == Blame.VICTIM else ()
 
     def _signal_note(self, end: WorkerExit, lines: Sequence[str]) -> str:
         killed = oom.explain(self._oom_kills)
@@ -179,6 +198,7 @@ class FailureTracker(Part):
         """Return ``failures`` for the machine. All of them count from now on, even if the agent is signalled later."""
         self.report_at = math.inf
         self._held.clear()
+        self._victims_reported = bool(self.victims)
         return self.failures
 
     def before_stop(self, alive: Iterable[int]) -> None:

@@ -15,11 +15,13 @@ import select
 import selectors
 import stat
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from elastirun import clock
 from elastirun.agent.host.descriptors import ready
+from elastirun.agent.output.agent_lines import Level, LineFormat
 
 _CHUNK = 4096  # bytes (PIPE_BUF); a pipe that polls writable takes so much in one piece
 BUFFER_LIMIT = 1 << 20  # bytes; while a buffer holds more, the agent reads no more worker output for it
@@ -203,10 +205,14 @@ class Stream:
             resume()
 
 
+_PLAIN = LineFormat()
+
+
 class Console:
     """Standard output and error of the agent. ``close`` leaves both descriptors open."""
 
-    def __init__(self, selector: selectors.BaseSelector, out_fd: int = 1, err_fd: int = 2) -> None:
+    def __init__(self, selector: selectors.BaseSelector, out_fd: int = 1, err_fd: int = 2, form: LineFormat = _PLAIN) -> None:
+        self._form = form
         self.out = Stream(selector, out_fd)
         self.err = Stream(selector, err_fd)
 
@@ -222,13 +228,17 @@ class Console:
                 self.say(f"nobody read {name} while the workers were stopping; {stream.dropped} bytes of their output were dropped there")
             stream.dropping, stream.dropped = False, 0
 
-    def write_err(self, data: bytes) -> None:
-        """Write to standard error."""
-        self.err.write(data)
+    def say(self, text: str, level: Level = Level.INFO) -> None:
+        """Write a line of the agent's own to standard error, see ``LineFormat.line``."""
+        self.err.write_line(self._form.line(text, level, time.time()))
 
-    def say(self, text: str) -> None:
-        """Write a line of the agent's own to standard error: ``elastirun: text``."""
-        self.err.write_line(f"elastirun: {text}")
+    def warn(self, text: str) -> None:
+        """Write a line on something that a person should look at."""
+        self.say(text, Level.WARNING)
+
+    def report(self, text: str) -> None:
+        """Write several lines as they are; as JSON one object."""
+        self.err.write_line(self._form.as_json(text, Level.ERROR, time.time()) if self._form.kind == "json" else text.removesuffix("\n"))
 
     def flush(self, timeout: float) -> bool:
         """Block until all is written, for at most ``timeout`` seconds. Returns whether all is written.

@@ -14,6 +14,8 @@ LAST_LINES = 30  # lines of stderr that are kept for the failure report; a trace
 LAST_LINE_BYTES = 500  # bytes kept of each of them
 PARTIAL_LINE_DELAY = 0.5  # seconds that the beginning of a line waits for its end before it is shown; a prompt must appear soon
 PARTIAL_LINE_LIMIT = 5.0  # the same while other workers write, whose lines would tear it: on a busy machine its end may come late
+PIECE_DELAY = 0.2  # seconds that a prefixed line that is only begun waits for its end
+BAR_PAUSE = 1.0  # seconds between two states of a progress bar, of which each makes a line
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")  # terminal control sequences (ECMA-48 CSI)
 
 
@@ -89,12 +91,18 @@ def may_tear(line: WholeLines, streams: Iterable[WholeLines], now: float) -> boo
 class PrefixedLines:
     """Writes each line of a stream of bytes behind ``prefix``, and copies the lines that contain one of ``needles`` to ``copy``.
 
-    A line longer than MAX_LINE is written in pieces, each as a line of its own.
+    A line longer than MAX_LINE is written in pieces, each as a line of its own. What begins a line and is not ended within PIECE_DELAY
+    (a prompt) is written as a line of its own, and the rest as another one. Of a line that is overwritten with carriage returns (a progress
+    bar) the last state is written, once per BAR_PAUSE at most.
+
+    ``due``: when to call ``show_begun``, on ``elastirun.clock``; infinity: not at all.
     """
 
     def __init__(self, prefix: bytes, write: Callable[[bytes], None], needles: Sequence[bytes] = (), copy: LogFile | None = None) -> None:
         self._prefix, self._write, self._needles, self._copy = prefix, write, needles, copy
         self._partial = b""
+        self._shown = b""  # what was written of ``_partial``
+        self.due = math.inf
 
     def feed(self, data: bytes) -> None:
         """Write the lines that ``data`` completes."""
@@ -102,19 +110,41 @@ class PrefixedLines:
         while len(self._partial) > MAX_LINE:
             lines.append(self._partial[:MAX_LINE])
             self._partial = self._partial[MAX_LINE:]
-        self._emit(lines)
+        if lines:
+            self._emit(lines)
+        if not self._partial:
+            self.due = math.inf
+        elif self.due == math.inf:
+            self.due = clock.now() + (BAR_PAUSE if b"\r" in self._shown else PIECE_DELAY)
+
+    def show_begun(self) -> None:
+        """Write the beginning of a line, or the state of a progress bar, as a line of its own."""
+        self.due = math.inf
+        if text := self._rest(self._partial):
+            self._write(self._join([text]))
+        self._shown = self._partial
 
     def flush(self) -> None:
         """Write a last line that has no newline, and end it."""
         if self._partial:
             self._emit([self._partial])
-            self._partial = b""
+            self._partial, self.due = b"", math.inf
+
+    def _rest(self, line: bytes) -> bytes:
+        """Return what the console has not seen yet of ``line``; of a progress bar its last state."""
+        if b"\r" not in line.rstrip(b"\r"):
+            return line[len(self._shown) :]
+        return b"" if _last_state(line) == _last_state(self._shown) else _last_state(line)
 
     def _emit(self, lines: Sequence[bytes]) -> None:
-        pieces = [line[i : i + MAX_LINE] for line in lines for i in range(0, len(line) or 1, MAX_LINE)]
-        self._write(self._join(pieces))  # in one write, so that output of other ranks comes before or after it
+        seen, pieces = [], [line[i : i + MAX_LINE] for line in lines for i in range(0, len(line) or 1, MAX_LINE)]
+        for line in pieces:
+            if (rest := self._rest(line)) or not self._shown:
+                seen.append(rest)
+            self._shown, self.due = b"", math.inf
+        self._write(self._join(seen))
         if self._copy is not None and (found := [piece for piece in pieces if any(needle in piece for needle in self._needles)]):
             self._copy.write(self._join(found))
 
-    def _join(self, pieces: Sequence[bytes]) -> bytes:
+    def _join(self, pieces: Sequence[bytes]) -> bytes:  # in one write, so that output of other ranks comes before or after it
         return b"".join(self._prefix + piece + b"\n" for piece in pieces)

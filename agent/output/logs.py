@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.disk import DiskThread
+from elastirun.agent.output.held_traceback import HeldTraceback
 from elastirun.agent.output.lines import LastLines
-from elastirun.agent.output.log_files import LogFile, close_all, make_run_folder, open_all, tail
+from elastirun.agent.output.log_files import LogFile, close_all, make_run_folder, open_all, open_log, tail
 from elastirun.agent.output.round_logs import STREAM_NAMES, RoundLogs, Route, files_of, route_of
 from elastirun.agent.part import Part
 from elastirun.agent.processes.spawn import WorkerSpec
@@ -127,7 +128,8 @@ class RunLogs(Part):
                 self._go_on_without_files(attempt, attempt_dir, exc)
                 attempt_dir = None
         self._last_attempt_dir = attempt_dir
-        self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, attempt_dir)
+        has_peers = (world_size or len(specs)) > 1
+        self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, attempt_dir, holds=has_peers)
         try:
             for spec in started:
                 logs.add(spec, self._prefix(spec), routes[spec.local_rank])
@@ -151,6 +153,21 @@ class RunLogs(Part):
         last = LastLines()
         last.feed(self.in_time(partial(tail, path), b""))
         return last.lines()
+
+    def held(self, local_rank: int) -> HeldTraceback | None:
+        """Return what holds back the traceback of a worker of the latest round on its way to the console; None: nothing does."""
+        return None if self._round is None else self._round.held(local_rank)
+
+    def keep_traceback(self, local_rank: int, text: bytes) -> str:
+        """Write the traceback of a worker of the latest round to a file, or find the file that has it. Returns its path; empty: no file."""
+        folder = None if self._round is None or self._error_files_only else self._round.folder(local_rank)
+        if folder is None:
+            return ""
+        if self._policy.tee.of(local_rank) & Std.ERR:
+            return f"{folder}/{STREAM_NAMES[Std.ERR]}.log"
+        path = f"{folder}/traceback.log"
+        self.disk.submit(partial(_append, path, text, self._policy.mode), len(text))
+        return path
 
     def inherits_stdout(self, local_rank: int) -> bool:
         """Return whether a worker of the latest round writes to the agent's stdout."""
@@ -188,6 +205,11 @@ class RunLogs(Part):
         role = spec.env.get("ROLE_NAME", "default")
         known = {"role_name": role, "rank": spec.rank, "local_rank": spec.local_rank, "hostname": self._host}
         return Template(self._policy.prefix_template).safe_substitute(known)
+
+
+def _append(path: str, data: bytes, mode: int) -> None:
+    with open(open_log(path, mode), "wb") as file:
+        file.write(data)
 
 
 def _why(error: OSError) -> str:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.disk import DiskThread
+from elastirun.agent.output.held_traceback import HeldTraceback
 from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear
 from elastirun.agent.output.log_files import LogFile, close_all
 from elastirun.agent.processes.spawn import WorkerSpec
@@ -159,6 +160,8 @@ class _Worker:
     pumps: list[Pump] = field(default_factory=list)
     last: LastLines = field(default_factory=LastLines)
     raw: list[WholeLines] = field(default_factory=list)  # of its streams with Route.RAW
+    prefixed: list[PrefixedLines] = field(default_factory=list)  # of its streams with Route.TEE
+    held: HeldTraceback | None = None  # in front of its stderr on the console
     log_files: list[LogFile] = field(default_factory=list)  # those that only its pumps write to
     shared_files: list[LogFile] = field(default_factory=list)  # those that pumps of other workers may write to as well
     inherits_stdout: bool = False  # it writes to the agent's stdout
@@ -176,8 +179,10 @@ class RoundLogs:
         disk: DiskThread,
         opened: dict[str, int],
         attempt_dir: str | None,
+        holds: bool = False,
     ) -> None:
-        """``opened``: a descriptor of every file of ``files_of``; this object closes them."""
+        """``opened``: a descriptor of every file of ``files_of``; this object closes them. ``holds``: tracebacks, see held_traceback.py."""
+        self._holds = holds
         self._policy, self._console, self._selector, self._disk = policy, console, selector, disk
         self._opened = opened
         self._dir = attempt_dir
@@ -226,6 +231,14 @@ class RoundLogs:
         for pump in list(self._workers[local_rank].pumps):
             pump.drain()
 
+    def held(self, local_rank: int) -> HeldTraceback | None:
+        """Return what holds back the traceback of a worker on its way to the console; None: nothing does."""
+        return self._workers[local_rank].held
+
+    def folder(self, local_rank: int) -> str | None:
+        """Return the folder of the worker's files; None: it has none."""
+        return self._workers[local_rank].files
+
     def is_drained(self, parked: Collection[int] = ()) -> bool:
         """Return whether every pipe is at its end, but for those of the workers with the local ranks ``parked``."""
         return not any(pump.open for local_rank, worker in self._workers.items() if local_rank not in parked for pump in worker.pumps)
@@ -239,7 +252,15 @@ class RoundLogs:
             elif now >= lines.due and lines.was_due:
                 lines.flush()
             lines.was_due = now >= lines.due  # flush one turn later: the end may have come while the loop stood still
-        return min((lines.due for lines in raw), default=math.inf)
+        held = [worker.held for worker in self._workers.values() if worker.held is not None]
+        for one in held:
+            if now >= one.due:
+                one.show()
+        prefixed = [lines for worker in self._workers.values() for lines in worker.prefixed]
+        for begun in prefixed:
+            if now >= begun.due:
+                begun.show_begun()
+        return min((*(lines.due for lines in raw), *(one.due for one in held), *(begun.due for begun in prefixed)), default=math.inf)
 
     def finish(self) -> None:
         """Close everything. ``last_lines`` still works afterwards."""
@@ -250,6 +271,9 @@ class RoundLogs:
                 pump.drain()
                 pump.close()
             worker.raw.clear()
+            worker.prefixed.clear()
+            if worker.held is not None and worker.held.due < math.inf:
+                worker.held.show()
             for file in worker.log_files:
                 file.close()
             worker.log_files.clear()
@@ -292,7 +316,11 @@ class RoundLogs:
             needles = self._policy.stdout_filters if stream is Std.OUT else self._policy.stderr_filters
             copy = self._filter_file(worker, stream) if needles else None
             lines = PrefixedLines(worker.prefix, screen.write_output, [os.fsencode(needle) for needle in needles], copy)
-        if lines is not None:
+            worker.prefixed.append(lines)
+        if lines is not None and stream is Std.ERR and self._holds:
+            worker.held = HeldTraceback(lines.feed)
+            to.append(worker.held.feed)
+        elif lines is not None:
             to.append(lines.feed)
         destinations: list[Backpressure] = [] if lines is None else [screen]
         if (file := self._log_file(path)) is not None:

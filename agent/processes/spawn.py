@@ -41,6 +41,7 @@ class Spawned:
 def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None, keep: Collection[int] = ()) -> Spawned:
     """Start a worker. ``stdout`` and ``stderr`` are descriptors for it (None: this process's own); the caller closes its copies.
 
+    Standard input is this process's own for rank 0 and empty for the others, which would compete for it.
     It has the descriptors in ``keep``, too, by the same numbers.
 
     Call it in the thread that lives as long as the worker may: the parent-death signal is tied to the *thread* that forked.
@@ -49,7 +50,8 @@ def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None
     cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else _NONE
     command = [sys.executable, "-I", "-S", _EXEC_WORKER, str(os.getpid()), cpus, spec.group or _NONE]
     command += [_NONE if spec.files is None else str(spec.files), f"{spec.pause:g}", *spec.argv]
-    child = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=keep)
+    stdin = None if spec.rank == 0 else subprocess.DEVNULL
+    child = subprocess.Popen(command, env=dict(spec.env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=keep)
     try:
         pidfd = linux.pidfd_open(child.pid)
     except OSError:

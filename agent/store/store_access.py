@@ -28,15 +28,13 @@ from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
-from elastirun.rendezvous.wire.codec import clip
 from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord
 
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
 
 
-def new_row(config: LaunchConfig) -> NodeRow:
-    """Return the row of a new incarnation of this node. Its address and port are set once the store was reached."""
-    name = clip(socket.gethostname(), 128)
+def new_row(config: LaunchConfig, name: str) -> NodeRow:
+    """Return the row of a new incarnation of the node called ``name``. Its address and port are set once the store was reached."""
     incarnation = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"
     return NodeRow(incarnation, name, "", 0, config.nproc, config.role, config.node_rank)
 

@@ -37,6 +37,7 @@ class NodeEnvironment:
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
     mark: str = ""  # ELASTIRUN_AGENT, by which the guard recognises processes of this agent
     live: str = ""  # ELASTIRUN_LIVE, where live workers connect; empty: nowhere
+    terminal: str = ""  # ELASTIRUN_TERMINAL, where a worker debugs; empty: the agent has none
     socket: str = ""  # ELASTIRUN_SOCKET, where workers ask whether their round is current; empty: nowhere
     pages: Sequence[str] = ()  # ELASTIRUN_PROGRESS by local rank: the page in which the worker stamps its steps; empty: there are none
     group: str = ""  # the control group for the workers; empty: there is none
@@ -169,6 +170,8 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, node: Nod
         "ELASTIRUN_ROUND_REASON": record.reason,
         "ELASTIRUN_FENCE": record.fence,
     }
+    if node.terminal and record.world_size > 1:
+        env["ELASTIRUN_TERMINAL"] = node.terminal
     if config.mesh:
         env["ELASTIRUN_MESH"] = Mesh.parse(config.mesh).described(record.world_size)
     unless_set = {}

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from typing import NoReturn
 from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
+from elastirun.agent.output.agent_lines import Level, LineFormat
 from elastirun.agent.processes.preload import script_imports, warm_server
 from elastirun.cli import command_line, completion, subcommands
 from elastirun.cli.detect.detected import Host
@@ -129,12 +131,20 @@ def _prepare(argv: Sequence[str], warn: bool) -> LaunchConfig | int:
     _warn_of_readable_secrets(options, config.etcd)
     dry_run = options.flag("dry_run")
     for warning in options.warnings if warn else ():  # else the command above has written them
-        _say(f"warning: {warning}")
+        _warn(warning, config)
     return subcommands.show(_dry_run(config, options)) if dry_run else config
 
 
 def _say(text: str) -> None:
     standard_streams.write("stderr", f"elastirun: {' '.join(text.splitlines())}\n")
+
+
+def _warn(text: str, config: LaunchConfig) -> None:
+    form = LineFormat(config.node_name or socket.gethostname(), config.run_id, config.logs.format)
+    if form.kind == "json":
+        standard_streams.write("stderr", f"{form.as_json(text, Level.WARNING, time.time())}\n")
+    else:
+        _say(f"warning: {text}")
 
 
 def _tell_scheduler(status: ExitCode, reason: str) -> None:

@@ -72,6 +72,7 @@ GROUPS = {
         Option("mesh", "NAME=SIZE,...", "", _MESH, new=True),
         Option("node_unit", "N", "1", "A round has a multiple of N nodes; for scripts with a mesh of their own.", new=True),
         Option("standalone", "", None, "Run on this node alone, on a free port. The default for one node without an endpoint."),
+        Option("node_name", "NAME", "", "What people read for this node; the host name if not given.", new=True),
         Option("node_rank", "N", "0", "This node's rank, from 0: fixed with static, a preference with c10d."),
     ),
     "Rendezvous": (
@@ -110,6 +111,7 @@ GROUPS = {
         Option("tee", "N|RANK:N,...", "0", "Write to files and to the console; values as for --redirects.", "t"),
         Option("show", "RANKS", "", "Only these ranks of the whole job reach the console: 0,-1 (the last), 0-3.", new=True),
         Option("log_limit", "BYTES", None, "Upper limit of a log file, such as 10M; one older part is kept as stdout.log.1.", new=True),
+        Option("log_format", "text|json", "text", "The form of the agent's own lines on stderr.", new=True),
         Option("event_log_handler", "null|console|jsonl", "null", "Where events go; with --log-dir always to events.jsonl there."),
         Option("health_port", "[HOST:]PORT", None, "Serve /healthz, /status, /metrics by HTTP; PORT alone: on every interface.", new=True),
     ),

@@ -144,6 +144,13 @@ def nodes(text: str) -> tuple[int, int]:
     return low, high
 
 
+def node_name(text: str) -> str:
+    """Parse a name for a node: letters, digits and ``. _ : @ -``, at most 120."""
+    if not re.fullmatch(r"[\w.:@-]{1,120}", text):
+        raise ValueError(f"{quote(text)} is no name for a node; give at most 120 letters, digits and . _ : @ -")
+    return text
+
+
 def host(text: str) -> str:
     """Parse a host name or a numeric address. IPv6 may have brackets; the result has none."""
     stripped = text.strip()

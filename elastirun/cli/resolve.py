@@ -59,6 +59,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
     config = LaunchConfig(
         command=command,
         nproc=1,
+        node_name=options.read("node_name", parse.node_name) if options.text("node_name") else "",
         local_addr=options.optional("local_addr", parse.host) if options.text("local_addr") else None,
         port_range=_port_range(options, rendezvous),
         role=options.read("role", parse.name),
@@ -278,6 +279,7 @@ def _logs(options: GivenOptions) -> LogPolicy:
         stdout_filters=options.read("duplicate_stdout_filters", parse.needles),
         stderr_filters=options.read("duplicate_stderr_filters", parse.needles),
         prefix_template=template or None,
+        format=options.read("log_format", parse.choice("text", "json")),
         event_log=options.read("event_log_handler", parse.choice("null", "console", "jsonl")),
         show=options.read("show", parse.ranks),
         limit=options.optional("log_limit", parse.byte_size(LEAST_LOG_LIMIT)) or 0,

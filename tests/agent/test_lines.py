@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import selectors
 import time
 from collections.abc import Iterator
@@ -12,8 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from elastirun import clock
 from elastirun.agent.output.disk import DiskThread
-from elastirun.agent.output.lines import LAST_LINES, PARTIAL_LINE_DELAY, PARTIAL_LINE_LIMIT, LastLines, PrefixedLines, WholeLines, may_tear
+from elastirun.agent.output.lines import (
+    LAST_LINES,
+    PARTIAL_LINE_DELAY,
+    PARTIAL_LINE_LIMIT,
+    PIECE_DELAY,
+    LastLines,
+    PrefixedLines,
+    WholeLines,
+    may_tear,
+)
 from elastirun.agent.output.log_files import MAX_LINE, LogFile, open_log
 from tests.support.cluster import PATIENCE
 
@@ -66,6 +77,46 @@ def test_lines_that_no_filter_finds_do_not_reach_the_disk(tmp_path: Path, monkey
         copy.close()
         disk.close(PATIENCE)
     assert written == [b"> loss 2\n"]
+
+
+class Prefixed:
+    """Prefixed lines on a clock of their own. ``at``: what happens then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.got = 0.0, b""
+        monkeypatch.setattr(clock, "now", lambda: self.now)
+        self.lines = PrefixedLines(b"> ", self.write)
+
+    def write(self, data: bytes) -> None:
+        self.got += data
+
+    def at(self, now: float, data: bytes = b"") -> bytes:
+        """Return what is written at ``now`` of what is due, and of ``data``."""
+        self.now, self.got = now, b""
+        if now >= self.lines.due:
+            self.lines.show_begun()
+        if data:
+            self.lines.feed(data)
+        return self.got
+
+
+def test_the_beginning_of_a_prefixed_line_is_shown_and_its_rest_is_another_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Prefixed(monkeypatch)
+    assert screen.at(0, b"name? ") == b"" and screen.lines.due == PIECE_DELAY
+    assert screen.at(0.1) == b""
+    assert screen.at(PIECE_DELAY) == b"> name? \n" and screen.lines.due == math.inf
+    assert screen.at(1, b"Ada\n") == b"> Ada\n"
+    assert screen.at(2, b"name? ") + screen.at(3) + screen.at(4, b"\n\nnext\n") == b"> name? \n> \n> next\n"
+    assert screen.at(5, b"one ") + screen.at(5.1, b"line\n") == b"> one line\n"
+
+
+def test_of_a_bar_under_a_prefix_some_states_are_shown_and_the_last_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Prefixed(monkeypatch)
+    shown = b"".join(screen.at(tenth / 10, b"\r%d%%" % tenth) for tenth in range(101))
+    states = re.findall(rb"> (\d+)%\n", shown)
+    assert len(states) == 10 and b"\r" not in shown
+    assert screen.at(10.5, b"\n") == b"> 100%\n"
+    assert screen.at(11, b"\r1%") + screen.at(12) + screen.at(13, b"\nend\r\n") == b"> 1%\n> end\r\n"
 
 
 # ---- whole lines

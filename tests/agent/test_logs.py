@@ -481,7 +481,7 @@ def test_the_beginning_of_a_line_is_not_shown_between_lines_of_others(make: Call
 
 def test_what_a_worker_wrote_is_not_lost_when_it_ends_while_the_console_is_stuck(make: Callable[..., Loop]) -> None:
     loop = make()
-    loop.console.write_err(b"-" * BUFFER_LIMIT)
+    loop.console.err.write(b"-" * BUFFER_LIMIT)
     loop.start(spec(says(err="last words")))
     loop.run(lambda: not loop.workers.running)
     assert loop.logs.last_lines(0) == ("last words",)
@@ -492,7 +492,7 @@ def test_a_pipe_that_somebody_else_fills_after_our_poll_does_not_block_us(make: 
     loop = make()
     err = loop._fds[3]
     assert os.get_blocking(err)  # the workers' descriptor is unchanged
-    loop.console.write_err(b"ours")
+    loop.console.err.write(b"ours")
     with open(f"/proc/self/fd/{err}", "wb", buffering=0, opener=lambda path, flags: os.open(path, os.O_WRONLY | os.O_NONBLOCK)) as other:
         filled = other.write(b"-" * (1 << 20))
     loop.console.err.write_some()
@@ -523,7 +523,7 @@ def test_a_stopped_terminal() -> None:
 def test_a_line_of_ours_starts_a_line(make: Callable[..., Loop]) -> None:
     loop = make()
     loop.console.say("one")
-    loop.console.write_err(b"50%")
+    loop.console.err.write(b"50%")
     loop.console.say("two")
     loop.console.out.write(b"out")
     assert loop.console.flush(5)
@@ -534,7 +534,7 @@ def test_a_line_of_ours_starts_a_line(make: Callable[..., Loop]) -> None:
 def test_flush_gives_up(make: Callable[..., Loop]) -> None:
     loop = make()
     loop.console.out.write(b"x" * 300_000)
-    loop.console.write_err(b"y")
+    loop.console.err.write(b"y")
     assert not loop.console.flush(0.1)
     assert os.read(loop.err, 4096) == b"y"
 
@@ -552,7 +552,7 @@ def test_a_console_that_is_gone(way: str) -> None:
     console = Console(selector, fd, fd)
     again: list[int] = []
     for _ in range(2):
-        console.write_err(b"x" * BUFFER_LIMIT)
+        console.err.write(b"x" * BUFFER_LIMIT)
         if console.err.full:
             console.err.when_room(lambda: again.append(1))
         assert console.flush(5)

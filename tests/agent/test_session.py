@@ -30,7 +30,7 @@ from tests.support.cluster import PATIENCE
 @pytest.fixture
 def session() -> Iterator[Session]:
     config = config_of("--standalone train.py")
-    made = Session.of(config, new_row(config), worker_store_failed=pytest.fail)
+    made = Session.of(config, new_row(config, "node-a"), worker_store_failed=pytest.fail)
     yield made
     made.close()
     if isinstance(made.worker_store, WorkerStore):
@@ -86,7 +86,7 @@ def waiting() -> tuple[Session, Mute]:
     """A session whose first exchange is under way."""
     config, mute = config_of("--standalone train.py"), Mute()
     access = store_access(config)
-    made = Session(Machine(rules(config, access), new_row(config), 0.0), mute, access, pytest.fail, lambda: mute.t)
+    made = Session(Machine(rules(config, access), new_row(config, "node-a"), 0.0), mute, access, pytest.fail, lambda: mute.t)
     made.begin()
     assert list(made.actions()) == [] and len(mute.opened) == 1 and mute.opened[0].deadline == 3.0
     return made, mute

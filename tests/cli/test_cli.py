@@ -73,6 +73,7 @@ nproc-per-node - PET_NPROC_PER_NODE 1
 mesh - PET_MESH ''
 node-unit - PET_NODE_UNIT 1
 standalone - PET_STANDALONE flag
+node-name - PET_NODE_NAME ''
 node-rank - PET_NODE_RANK 0
 rdzv-endpoint - PET_RDZV_ENDPOINT ''
 rdzv-id - PET_RDZV_ID none
@@ -105,6 +106,7 @@ redirects r PET_REDIRECTS 0
 tee t PET_TEE 0
 show - PET_SHOW ''
 log-limit - PET_LOG_LIMIT None
+log-format - PET_LOG_FORMAT text
 event-log-handler - PET_EVENT_LOG_HANDLER null
 health-port - PET_HEALTH_PORT None
 set - PET_SET ''
@@ -229,7 +231,7 @@ BAD = [
     ("-nnodes=2 t.py", "did you mean --nnodes"),
     ("-x t.py", "'-x'"),
     ("-f t.py", "no option '-f'"),
-    ("--log=a t.py", "--log-dir, --log-limit, --log-line-prefix-template, --logs-specs"),
+    ("--log=a t.py", "--log-dir, --log-limit, --log-format, --log-line-prefix-template, --logs-specs"),
     ("--rdzv=a t.py", "--rdzv-endpoint, --rdzv-id"),
     ("--standalone=1 t.py", "--standalone: it is a flag and takes no value"),
     ("--standa=1 t.py", "--standalone: it is a flag and takes no value"),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elastirun import linux
+from tests.support.agent_lines import without_heads
 from tests.support.until import PATIENCE, until
 
 WORKER = """
@@ -139,7 +140,8 @@ class Cluster:
         return dict(json.loads(self.message_path(i).read_bytes()))
 
     def out(self, i: int) -> str:
-        return self.out_path(i).read_text()
+        """Return the output of agent ``i``, its own lines without level, time and node."""
+        return without_heads(self.out_path(i).read_text())
 
     def says(self, i: int, text: str) -> None:
         """Wait until the agent has written ``text``."""

@@ -90,7 +90,7 @@ def test_a_worker_that_alone_is_ended_by_a_signal_has_failed(nodes: Cluster) -> 
 
 def test_what_a_leave_takes_back() -> None:
     signalled, victim, own = (ExitRecord("n", rank, rank, 7, code, 0, 1.0) for rank, code in enumerate((-15, 1, 3)))
-    tracker = FailureTracker("n", cast(RunLogs, None))
+    tracker = FailureTracker("n", cast(RunLogs, None), print)
     tracker.add(signalled, SIGNAL_HOLD)
     tracker.add(victim, VICTIM_HOLD)
     assert tracker.report_at > clock.now() + VICTIM_HOLD, "the victim of one that was told to leave waits as long"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.agent_lines import without_heads
 from tests.support.cluster import PATIENCE, WORKER, Cluster
 from tests.support.left_behind import own_files
 
@@ -90,7 +91,7 @@ def test_no_line_is_torn_and_each_rank_keeps_its_order(nodes: Cluster, options: 
     host = os.uname().nodename
     done = run(nodes, f"--nproc-per-node={RANKS}", *options, script(nodes, TALKER), stream)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = getattr(done, stream).decode().splitlines()
+    lines = without_heads(getattr(done, stream).decode()).splitlines()
     lines = [line for line in lines if not line.startswith("elastirun: ")]
     assert len(lines) == RANKS * LINES
     for rank in range(RANKS):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ROUND_NAMES = frozenset(
     "RANK LOCAL_RANK ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
     "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_ERROR_FILE ELASTIRUN_ROUND ELASTIRUN_ROUND_REASON ELASTIRUN_FENCE ELASTIRUN_PROGRESS "
-    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME ELASTIRUN_SOCKET ELASTIRUN_LIVE ELASTIRUN_MESH".split()
+    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME ELASTIRUN_SOCKET ELASTIRUN_LIVE ELASTIRUN_MESH ELASTIRUN_TERMINAL".split()
 )  # variables that differ between the workers of a node, or between its rounds, or are not known yet when the server is started
 ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which takes as long as torch itself
 PARTS = frozenset(part for parts in ALSO.values() for part in parts)
@@ -357,6 +357,10 @@ def work(job: socket, handlers: dict[Any, Any]) -> Callable[[], object]:
     for target, fd in zip((1, 2), fds, strict=True):
         os.dup2(fd, target)
         os.close(fd)
+    if message["own"].get("RANK", "0") != "0":  # as in ``spawn``
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
     for signum, handler in handlers.items():
         signal(signum, handler)
     job.sendall(b"\n")  # from here on the agent's signals have their effect, and reach the process group

@@ -1,14 +1,15 @@
-"""Lets a Python worker write its stacks at a signal from its start on. Python runs this file before the script.
+"""Lets a Python worker write its stacks at a signal from its start on, and debug at a terminal. Python runs this file before the script.
 
 The agent puts this folder at the beginning of ``PYTHONPATH``. The folder is taken out again, from ``sys.path`` and from the environment, so
 neither the script nor its children see it, and a ``sitecustomize`` of the user is run as if this one were not there. This file runs in
-whatever interpreter a worker has: it imports nothing of ours, and next to nothing of Python. Forks of the fork server call ``show_stacks``.
+whatever interpreter a worker has: it imports nothing of ours, and next to nothing of Python. Forks of the fork server run it, too.
 """
 
 import os
 import sys
 
 VARIABLE, MAGIC, HEADER, SIGNAL, SHOWS = "ELASTIRUN_PROGRESS", b"elastpg1", 4096, 2, 15  # as in elastirun/worker/progress_page.py
+TERMINAL = "ELASTIRUN_TERMINAL"  # set by the agent of several workers: the path of its terminal
 FIRST_FD = 50  # the lowest number for the page: a script finds the usual numbers free, and `ulimit -n 64` has room
 
 
@@ -31,6 +32,37 @@ def show_stacks() -> None:
     os.pwrite(fd, os.getpid().to_bytes(8, "little"), 8 * SHOWS)
 
 
+def debug_at_terminal(*args: object, **kwargs: object) -> object:
+    """Take the place of ``sys.breakpointhook``: debug at the agent's terminal, one worker at a time. Most workers have no other stdin."""
+    if "PYTHONBREAKPOINT" in os.environ:
+        return sys.__breakpointhook__(*args, **kwargs)
+    import fcntl
+    import pdb
+
+    terminal = open(os.environ[TERMINAL], "r+b", buffering=0)  # noqa: SIM115 - open as long as the debugger is in use
+    fcntl.flock(terminal, fcntl.LOCK_EX)  # until another worker has gone on
+    try:
+        import io
+
+        reads, writes = (io.TextIOWrapper(io.FileIO(terminal.fileno(), mode, closefd=False), write_through=True) for mode in "rw")
+    except OSError:
+        terminal.close()
+        raise
+
+    class Debugger(pdb.Pdb):
+        def set_continue(self) -> None:
+            super().set_continue()
+            terminal.close()
+
+        def set_quit(self) -> None:
+            super().set_quit()
+            terminal.close()
+
+    writes.write(f"--- rank {os.environ.get('RANK', '?')} (pid {os.getpid()}) is at a breakpoint\n")
+    Debugger(stdin=reads, stdout=writes).set_trace(sys._getframe(1))
+    return None
+
+
 def leave() -> None:
     """Take this folder out of the paths of this process and its children, and run the ``sitecustomize`` that Python would have run."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -49,5 +81,7 @@ if os.environ.get(VARIABLE):
         show_stacks()
     except Exception:  # of another user, in another pid namespace, an old Python: the worker goes on without
         pass
+if os.environ.get(TERMINAL):
+    sys.breakpointhook = debug_at_terminal
 if __name__ == "sitecustomize":
     leave()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from elastirun.train.errors import ReductionFailed
+from elastirun.train.reduction.transports.base import advice
 
 
 class GradBucket:
@@ -61,7 +62,7 @@ class HookWork:
             result = self._future.wait()
         except RuntimeError as error:
             text = (str(error).splitlines() or ["no reason given"])[0]
-            raise ReductionFailed(f"{self._what} failed: {text}. Use set_group() with a new process group") from error
+            raise ReductionFailed(f"{self._what} failed: {text}. {advice()}") from error
         tensor = result[0] if isinstance(result, (list, tuple)) else result
         if not isinstance(tensor, Tensor) or tensor.numel() != self._flat.numel():
             raise TypeError(

@@ -45,7 +45,7 @@ from elastirun.train.reduction.reduction import Options, ReducerParts, Reduction
 from elastirun.train.reduction.running_stats import LayerBuffer, RunningStatistics
 from elastirun.train.reduction.step_times import StepTimes, step_report
 from elastirun.train.reduction.trainable_params import Trained
-from elastirun.train.reduction.transports.base import AGAIN, Transport, reduction_errors
+from elastirun.train.reduction.transports.base import Transport, advice, reduction_errors
 from elastirun.train.reduction.user_hooks import Extensions, OptimizerStep
 from elastirun.train.reduction.world import World
 from elastirun.train.sharded import placed_as
@@ -458,7 +458,7 @@ class Reducer:
             if isinstance(what, ReductionFailed):
                 self._broken = what
             elif not isinstance(what, raised_by_all):
-                self._broken = ReductionFailed(f"the reduction of step {step} was interrupted by {type(what).__name__}. {AGAIN}")
+                self._broken = ReductionFailed(f"the reduction of step {step} was interrupted by {type(what).__name__}. {advice()}")
             if self._reduction is not None:
                 self._reduction.advance(BackwardTrigger.FAILED)
             if not (self.drops_failed_steps and isinstance(what, ReductionFailed)):

@@ -213,7 +213,7 @@ class Job:
         told = [f"job {self.name}: {self.status or 'runs'}", *self.events]
         for pod in self.pods:
             lines = list(zip(pod.times, pod.lines, strict=False))
-            said = [(moment, line) for moment, line in lines[:-12] if line.startswith("elastirun: ")][-60:] + lines[-12:]
+            said = [(moment, line) for moment, line in lines[:-12] if " elastirun: " in line][-60:] + lines[-12:]
             told += [f"--- {pod.name} {pod.phase} {pod.code}", *(f"{moment - self._begun:6.1f} s  {line}" for moment, line in said)]
         return "\n".join(told)
 

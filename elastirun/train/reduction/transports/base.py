@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from elastirun.train.errors import ReductionFailed, TrainError
 
-AGAIN = "Use set_group() with a new process group"
 # Words in those errors of backends that the loss of a peer may cause. An error without any of them is about a dtype, memory or the like.
 OF_PEERS = re.compile(r"gloo/|nccl|timed? ?out|connect|socket|abort|peer|closed|closure|store|rank", re.IGNORECASE)
 
@@ -29,6 +29,13 @@ class Storage:
     numel: int
     dtype: torch.dtype
     device: torch.device
+
+
+def advice() -> str:
+    """Return what to do when a reduction has failed for good, as a sentence without its end."""
+    if "ELASTIRUN_ROUND" in os.environ:  # read late: a fork server imports this module before there is a round
+        return "Let this exception end the process: its agent starts the next round"
+    return "Use set_group() with a new process group"
 
 
 def part_of(buffer: Tensor, rank: int, ranks: int) -> Tensor:
@@ -99,4 +106,4 @@ def reduction_errors(what: str) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         first = (str(error).splitlines() or ["no reason given"])[0]
         lost = isinstance(error, dist.DistError) or OF_PEERS.search(first)
-        raise ReductionFailed(f"{what} failed: {first}" + (f"; a peer may be gone. {AGAIN}" if lost else "")) from error
+        raise ReductionFailed(f"{what} failed: {first}" + (f"; a peer may be gone. {advice()}" if lost else "")) from error

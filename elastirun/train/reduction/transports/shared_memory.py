@@ -32,7 +32,7 @@ from elastirun import linux
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
 from elastirun.train.groups.collectives import all_reduce
 from elastirun.train.groups.process_groups import connect_limit, connected
-from elastirun.train.reduction.transports.base import AGAIN, Arena, Storage, part_of, reduction_errors
+from elastirun.train.reduction.transports.base import Arena, Storage, advice, part_of, reduction_errors
 from elastirun.train.reduction.transports.group import GroupTransport, GroupWork
 
 log = logging.getLogger("elastirun.train")
@@ -341,6 +341,6 @@ class SharedWork:
             lost = transport.lost()
             # A neighbour may have finished its part before it ended, hence the last condition.
             if (lost or waited > transport.timeout.total_seconds()) and not self.done():
-                text = f"{self._arena.lacking(self._index)} in {waited:.3g} s. {AGAIN}"
+                text = f"{self._arena.lacking(self._index)} in {waited:.3g} s. {advice()}"
                 transport.close()  # ranks that wait for this one get an error at once
                 raise PeerLost(lost[0], f"{lost[1]}: {text}") if lost else ReductionFailed(text)

@@ -1,0 +1,81 @@
+"""Tests of agent/output/held_traceback.py and agent/failures/consequences.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from elastirun import clock
+from elastirun.agent.failures.consequences import MOST_RANKS, Victim, line
+from elastirun.agent.output.held_traceback import HELD_LIMIT, HOLD, HeldTraceback
+
+PYTHON = b"Traceback (most recent call last):\n  File\nValueError: no\n"
+BEGINNINGS = [
+    PYTHON,
+    b"[rank3]: " + PYTHON,
+    b"[rank3]:[E1129 17:45:03.123 ProcessGroupNCCL.cpp:616] watchdog\n",
+    b"[W1129 17:45:03.123 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3)\n",
+    b"terminate called after throwing an instance of 'c10::DistBackendError'\n",
+]
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.text = b""
+        self.held = HeldTraceback(self.write)
+
+    def write(self, data: bytes) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("text", BEGINNINGS)
+def test_everything_from_the_first_line_of_last_words_waits(text: bytes) -> None:
+    screen = Screen()
+    screen.held.feed(b"step 1\n" + text)
+    screen.held.feed(b"more\n")
+    assert (screen.text, screen.held.holds) == (b"step 1\n", True)
+    screen.held.show()
+    assert (screen.text, screen.held.holds) == (b"step 1\n" + text + b"more\n", False)
+
+
+WARNING = b"[W1129 17:45:03.123 socket.cpp:200] The hostname cannot be found\n"
+
+
+@pytest.mark.parametrize("text", [b"loss 0.3\n", b"he said: " + PYTHON, WARNING, b"Password: ", b"\r 50%\r 51%"])
+def test_any_other_output_does_not_wait(text: bytes) -> None:
+    screen = Screen()
+    screen.held.feed(text)
+    assert (screen.text, screen.held.due) == (text, math.inf)
+
+
+def test_a_traceback_in_the_middle_of_a_line_does_not_begin_one() -> None:
+    screen = Screen()
+    screen.held.feed(b"caught ")
+    screen.held.feed(PYTHON)
+    assert screen.text == b"caught " + PYTHON
+    screen.held.feed(PYTHON)
+    assert screen.held.holds
+
+
+def test_what_is_held_has_a_limit_in_time_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "now", lambda: 100.0)
+    screen = Screen()
+    screen.held.feed(PYTHON)
+    assert screen.held.due == 100.0 + HOLD
+    screen.held.feed(b"x" * HELD_LIMIT)
+    assert (screen.held.holds, screen.held.due, len(screen.text)) == (False, math.inf, HELD_LIMIT + len(PYTHON))
+    screen.held.feed(PYTHON)  # the next one is held again: the last byte ended no line, so this one is not at the beginning of a line
+    assert not screen.held.holds
+    screen.held.feed(PYTHON)
+    screen.held.wait()
+    assert (screen.held.due, screen.held.take(), screen.held.holds) == (math.inf, PYTHON, False)
+
+
+def test_the_line_on_those_that_lost_their_peers() -> None:
+    one, two = Victim(0, 0, "PeerLost: gone"), Victim(2, 1, "OSError: closed")
+    assert line([one], ["/l/0/traceback.log"]) == "rank 0 ended because it lost its peers: PeerLost: gone; its output: /l/0/traceback.log"
+    both = "ranks 0, 2 ended because they lost their peers; rank 0: PeerLost: gone; their output: /l"
+    assert line([one, two], ["/l/0/traceback.log", "/l/1/traceback.log"]) == both
+    assert line([one, two], ["", ""]).endswith("PeerLost: gone; --log-dir=FOLDER keeps their tracebacks")
+    assert f"{MOST_RANKS - 1} and 4 more ended" in line([Victim(n, n, "") for n in range(MOST_RANKS + 4)], [])

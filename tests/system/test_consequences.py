@@ -1,0 +1,101 @@
+"""The console shows the cause of a failure in full, and of workers that only lost their peers one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.agent_lines import without_heads
+from tests.support.cluster import WORKER, Cluster
+
+LOSES = 'if command == "lose":\n    raise ConnectionResetError("Connection reset by peer")\n'
+LOGS = """
+if command == "log":
+    import logging
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        logging.exception("caught")
+    s.recv(1)
+"""
+
+
+def traceback_of(exception: str) -> str:
+    return rf"Traceback \(most recent call last\):\n(  .*\n)+{exception}"
+
+
+@pytest.mark.parametrize("options", [(), ("--log-dir=LOGS",), ("--log-dir=LOGS", "--tee=3")], ids=["no files", "files", "teed"])
+def test_a_lost_node_costs_the_console_of_the_others_few_lines(nodes: Cluster, options: tuple[str, ...], tmp_path: Path) -> None:
+    nodes.script.write_text(WORKER + LOSES)
+    options = tuple(option.replace("LOGS", str(tmp_path / "logs")) for option in options)
+    agents = [nodes.agent(i, "--last-call=0.5", *options, nproc=2) for i in (1, 2, 3)]
+    before = nodes.round(6)
+    agents[2].kill()
+    for worker in before:
+        if not worker.env["ELASTIRUN_AGENT"].startswith(f"{agents[2].pid}-"):
+            worker.tell("lose")
+    for worker in nodes.round(4, after=before[0].round):
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents[:2]] == [0, 0]
+    for i in (1, 2):
+        out = nodes.out(i)
+        assert "Traceback" not in out and len(out.splitlines()) <= 12, out
+        (line,) = (line for line in out.splitlines() if "lost their peers" in line)
+        assert "ConnectionResetError: Connection reset by peer" in line
+        if not options:
+            assert line.endswith("--log-dir=FOLDER keeps their tracebacks")
+            continue
+        folder = Path(line.rpartition("; their output: ")[2])
+        kept = sorted(folder.glob("*/stderr.log" if "--tee=3" in options else "*/traceback.log"))
+        assert len(kept) == 2 and all(re.search(traceback_of("ConnectionResetError"), path.read_text()) for path in kept)
+
+
+def test_a_cause_is_shown_in_full_and_its_victims_are_not(nodes: Cluster) -> None:
+    nodes.script.write_text(WORKER + LOSES)
+    agents = [nodes.agent(i, "--last-call=0.5", "--max-restarts=1", nproc=2, nnodes="2") for i in (1, 2)]
+    before = sorted(nodes.round(4), key=lambda worker: worker.rank)
+    for worker in before[1:]:
+        worker.tell("lose")
+    before[0].tell("raise on purpose")
+    for worker in nodes.round(4, after=before[0].round):
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0]
+    both = nodes.out(1) + nodes.out(2)
+    assert len(re.findall(traceback_of("ValueError: on purpose"), both)) == both.count("Traceback") == 1
+    assert both.count("lost its peers: ConnectionResetError") == 1 and "ended because they lost their peers" in both
+
+
+def test_if_nobody_but_victims_has_failed_the_first_is_shown_in_full(nodes: Cluster) -> None:
+    nodes.script.write_text(WORKER + LOSES)
+    agent = nodes.agent(1, "--max-restarts=1", nproc=3, nnodes="1")
+    before = nodes.round(3)
+    for worker in before[:2]:
+        worker.tell("lose")
+    for worker in nodes.round(3, after=before[0].round):
+        worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
+    assert len(re.findall(traceback_of("ConnectionResetError"), nodes.out(1))) == 1
+
+
+def test_an_exception_that_is_only_logged_is_shown_while_the_worker_runs(nodes: Cluster) -> None:
+    nodes.script.write_text(WORKER + LOGS)
+    agent = nodes.agent(1, nproc=2, nnodes="1")
+    before = nodes.round(2)
+    before[0].tell("log")
+    nodes.says(1, "ZeroDivisionError")
+    before[0].tell("go on")
+    before[1].tell("exit 0")
+    assert nodes.ends(agent) == 0
+
+
+def test_the_failure_report_is_an_object_in_json(nodes: Cluster) -> None:
+    agent = nodes.agent(1, "--log-format=json", "--node-name=gpu-7", "--max-restarts=0", nproc=1, nnodes="1")
+    (worker,) = nodes.round(1)
+    worker.tell("exit 3")
+    assert nodes.ends(agent) == 1
+    said = [json.loads(line) for line in nodes.out(1).splitlines()]
+    assert said[-1]["level"] == "error" and said[-1]["node"] == "gpu-7" and "Root Cause" in said[-1]["message"]
+    assert without_heads(nodes.out(1)) == nodes.out(1)
