@@ -21,6 +21,7 @@ from elastirun.agent.host.node_name import NodeName
 from elastirun.agent.observe import tracing
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.events import EventLog, RoundEvents
+from elastirun.agent.observe.job_start import start_event
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.output.agent_lines import LineFormat, shows_colours
 from elastirun.agent.output.console import Console
@@ -176,6 +177,7 @@ def _logs(
         row.id, row.name, logs.events_file(), also, spans.take if spans is not None else None
     )  # which may make a temporary folder
     stack.callback(log.close)
+    log.write(start_event(config))
     return logs, log
 
 

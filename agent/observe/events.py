@@ -31,6 +31,17 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Start(Event, kind="start"):
+    """The agent has started. The first event in its file."""
+
+    job: str  # --rdzv-id
+    command: str  # of the workers, in one line, without secrets
+    version: str  # of elastirun
+    python: str  # version
+    torch: str  # version; empty: none is installed where the agent runs
+
+
+@dataclass(frozen=True)
 class State(Event, kind="state"):
     """This node has changed its state, now or some time ago: when a round began and ended to train is known late."""
 

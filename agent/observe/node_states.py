@@ -24,6 +24,7 @@ class NodeState(str, Enum):
     LOST = "lost"
     ABSENT = "absent"
     UNKNOWN = "unknown"
+    HANGING = "hanging"  # known only afterwards
 
     __str__ = str.__str__  # the value, also in f-strings
 
@@ -52,6 +53,7 @@ WORDS = {
     NodeState.LEFT: Words("left", "It has said that it is gone."),
     NodeState.LOST: Words("lost", "It was found silent or dead."),
     NodeState.ABSENT: Words("absent", "It is a member of the round without a row."),
+    NodeState.HANGING: Words("hang", "Its workers make no steps, and their round is not over.", color="#7a3fa6"),
     NodeState.UNKNOWN: Words("not accounted", "No event tells.", color="#a8d8c8"),
 }
 SPENT = tuple(dict.fromkeys(words.spent for words in WORDS.values() if words.spent))
