@@ -16,27 +16,28 @@ from elastirun.cli.subcommands import show
 from elastirun.errors import NothingFound, StartError, UsageError
 
 OUT = "report.html"
-LIBRARY = "plotly is not installed where elastirun runs; pip install '.[report]' in its folder"
 _HELP = f"""\
-usage: elastirun report DIR... [--out={OUT}]
+usage: elastirun report DIR... [--out={OUT}] [--trace=FILE]
 
 Writes a page about a job that opens in any browser, also offline: who did what when, what the time
 was lost to, and the failures with their stacks. DIR: the folder of --log-dir, with the logs of all
 nodes, or the folder of one node; several are merged.
 
   --out=FILE, -o FILE   the page [{OUT}]
+  --trace=FILE          the same as a trace for ui.perfetto.dev and chrome://tracing, besides
 
-Exit status: 0 written; 2 wrong use; 3 it cannot be made (is plotly missing?); 4 no events there.
+Exit status: 0 written; 2 wrong use; 3 a file cannot be written; 4 no events there.
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the report that ``argv`` asks for. Return the exit code. Raises UsageError, StartError and NothingFound."""
-    from elastirun.report import clocks, page, reader, story, words  # no launch needs them
+    from elastirun.report import clocks, page, reader, story, trace, words  # no launch needs them
 
     parameters: list[click.Parameter] = [
         click.Option(["help", "-h", "--help"], is_flag=True),
         click.Option(["out", "-o", "--out"], callback=_given),
+        click.Option(["trace", "--trace"], callback=_given),
         click.Argument(["folders"], nargs=-1),
     ]
     try:
@@ -54,13 +55,14 @@ def main(argv: Sequence[str]) -> int:
     agents = clocks.align(found.events)
     told = story.tell(agents)
     show("\n".join(words.summary(told)))
-    out = given["out"] or OUT
-    try:
-        text = page.page(told, found.left_out)
-    except ImportError:
-        raise StartError(LIBRARY) from None
-    _save(text.encode(errors="replace"), out)
-    return show(f"Written: {quote(out)}")
+    files = {given["out"] or OUT: page.page(told, found.left_out)}
+    if given["trace"]:
+        if os.path.abspath(given["trace"]) in map(os.path.abspath, files):
+            raise UsageError(f"--trace is the file of the page, {quote(given['trace'])}; give another one")
+        files[given["trace"]] = trace.trace(told)
+    for path, text in files.items():
+        _save(text.encode(errors="replace"), path)
+    return show(f"Written: {', '.join(map(quote, files))}")
 
 
 def _given(context: click.Context, option: click.Parameter, path: str | None) -> str | None:

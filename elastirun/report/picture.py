@@ -1,153 +1,175 @@
-"""The picture of a report, by plotly: world size, a lane per agent, step rates, over one time axis."""
+"""The picture of a report: numbered marks, the number of workers, a lane per node, and step rates, over one time axis.
+
+It is HTML and CSS without a script. A state is a box whose place and width are parts of the whole time, so zooming makes the axis wider,
+and the page scrolls to the mark of a round by a link. See docs/decisions/0036.
+"""
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
 
 from elastirun.agent.observe.node_states import WORDS, NodeState
-from elastirun.report.story import Lane, Story
-from elastirun.report.words import clean, seconds
+from elastirun.report.story import Lane, Round, Segment, Story
+from elastirun.report.words import clean, moment, seconds
 
-BUTTONS = ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]  # one of plotly's others sends the data to its makers
-MOST_SEGMENTS = 30_000  # bars; a browser draws them in seconds
-MOST_RATES = 50_000  # points of step rates
+ZOOMS = (1, 4, 16, 64)  # widths of the axis; a wider one is more than browsers draw
+MOST_SEGMENTS = 4000  # boxes of states, of about 110 bytes each; with these limits the page stays below 1 MB
+MOST_RATES = 5000  # points of step rates, of about 15 bytes each
 MOST_LANES = 400  # lanes that are drawn
-LANE, MARGIN, PART = 26, 190, 130  # pixels: height of a lane, of titles, and of the other two parts
+MOST_ROUNDS = 1000  # boxes for the number of workers
+MOST_MARKS = 400  # numbered marks, and rows of the table that they lead to: the costliest rounds
+TICKS = 7  # about so many on the width of a screen
+STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400)  # seconds between ticks
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The time of the picture, in seconds since the epoch."""
+
+    begin: float
+    end: float
+
+    def percent(self, at: float) -> float:
+        """Return where ``at`` is, from 0 to 100."""
+        return min(100.0, max(0.0, 100 * (at - self.begin) / max(self.end - self.begin, 0.001)))
 
 
 def draw(story: Story) -> tuple[str, list[str]]:
-    """Return the picture as HTML with the library in it, and what it leaves out, for people. Raises ImportError without plotly."""
-    import plotly.graph_objects as go
-    import plotly.io
-    from plotly.subplots import make_subplots
-
-    lanes, left_out = _drawn(story)
-    rows = sorted({_row(lane) for lane in lanes})
-    height = max(3, len(rows)) * LANE
-    figure = make_subplots(
-        rows=3,
-        cols=1,
-        shared_xaxes=True,
-        vertical_spacing=40 / (height + MARGIN + 2 * PART),
-        row_heights=[PART, height, PART],
-        subplot_titles=("workers of the running round", "agents", "steps per second"),
+    """Return the picture as HTML, and what it leaves out, for people."""
+    lanes, left_out = fitted(story.lanes)
+    if len(story.rounds) > MOST_ROUNDS:
+        left_out.append(f"The picture has the number of workers of the first {MOST_ROUNDS} of {len(story.rounds)} rounds.")
+    axis, rows = Axis(story.begin, story.end), list(dict.fromkeys(lane.row for lane in lanes))
+    zooms = "".join(
+        f'<input type="radio" name="zoom" id="zoom{zoom}"{" checked" * (zoom == 1)}><label for="zoom{zoom}">{zoom}×</label> '
+        for zoom in ZOOMS
     )
-    _add_world_size(figure, go, story)
-    _add_lanes(figure, go, lanes, rows)
-    for lane in lanes:
-        figure.add_trace(_rates(go, lane), row=3, col=1)
-    figure.update_layout(
-        height=height + MARGIN + 2 * PART,
-        barmode="overlay",
-        bargap=0.25,
-        hovermode="closest",
-        plot_bgcolor="white",
-        margin={"l": 160, "r": 20, "t": 50, "b": 100},
-        legend={"orientation": "h", "yref": "container", "y": 0.0, "yanchor": "bottom"},
-        font={"family": "system-ui, sans-serif", "size": 12},
+    parts = [
+        _row("ticks plain", "UTC", _ticks(axis)),
+        _row("marks plain", "ended early", _marks(story, axis)),
+        _row("size", f"workers, up to {max((one.world_size for one in story.rounds), default=0)}", _sizes(story.rounds, axis)),
+    ]
+    parts += [_lane(number, [lane for lane in lanes if lane.row == row], axis) for number, row in enumerate(rows)]
+    if any(lane.rates for lane in lanes):
+        fastest = max(rate for lane in lanes for _, rate in lane.rates)
+        parts.append(_row("rates", f"steps/s, up to {fastest:.3g}", _rates(lanes, rows, fastest, axis)))
+    deep = f"calc({len(rows)} * (var(--lane) + 3px) + 4.5em)"
+    rules = "".join(
+        f"#zoom{z}:checked ~ .scroll .axis {{ --zoom: {z} }} #zoom{z}:checked ~ .scroll .t{z} {{ display: block }} " for z in ZOOMS
     )
-    figure.update_xaxes(type="date", gridcolor="#eeeeee", range=[_date(story.begin), _date(story.end)])
-    figure.update_yaxes(gridcolor="#eeeeee", rangemode="tozero", row=1, col=1)
-    names = [escape(clean(f"{name} ({number + 1})" if number else name, 28)) for name, number in rows]
-    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names, autorange="reversed", row=2, col=1)
-    figure.update_yaxes(gridcolor="#eeeeee", rangemode="tozero", row=3, col=1)
-    config = {"displaylogo": False, "responsive": True, "modeBarButtons": [BUTTONS]}
-    return plotly.io.to_html(figure, include_plotlyjs=True, full_html=False, config=config, div_id="timeline"), left_out
+    body = "\n".join(parts)
+    return (
+        f'<style>{rules}</style><div class="picture" id="timeline">{zooms}'
+        f'<div class="scroll" tabindex="0"><div class="axis" style="--deep: {deep}">\n{body}\n</div></div></div>'
+    ), left_out
 
 
-def _row(lane: Lane) -> tuple[str, int]:
-    return lane.name, lane.number
+def fitted(lanes: Sequence[Lane]) -> tuple[list[Lane], list[str]]:
+    """Return the lanes as far as they fit into the limits, and what is left out, for people. Short states are left out first."""
+    found, left_out = [*lanes[:MOST_LANES]], list[str]()
+    if len(lanes) > MOST_LANES:
+        left_out.append(f"The picture shows the first {MOST_LANES} of {len(lanes)} agents; the tables have all.")
+    lengths = sorted((one.seconds for lane in found for one in lane.segments), reverse=True)
+    if len(lengths) > MOST_SEGMENTS:
+        shortest = lengths[MOST_SEGMENTS]
+        found = [replace(lane, segments=[one for one in lane.segments if one.seconds > shortest]) for lane in found]
+        left_out.append(f"The picture leaves out what took {seconds(shortest)} or less; the tables have all.")
+    every = math.ceil(sum(len(lane.rates) for lane in found) / MOST_RATES)
+    return [replace(lane, rates=lane.rates[::every]) if every > 1 else lane for lane in found], left_out
 
 
-def _drawn(story: Story) -> tuple[list[Lane], list[str]]:
-    """Return the lanes that fit into the limits."""
-    lanes: list[Lane] = []
-    segments = rates = 0
-    for lane in story.lanes:
-        segments, rates = segments + len(lane.segments), rates + len(lane.rates)
-        if len(lanes) == MOST_LANES or segments > MOST_SEGMENTS or rates > MOST_RATES:
-            break
-        lanes.append(lane)
-    missing = len(story.lanes) - len(lanes)
-    return lanes, [f"The picture shows the first {len(lanes)} agents; the tables have all."] if missing else []
+def color(number: int) -> str:
+    """Return the colour of a lane's line and dot."""
+    return f"hsl({number * 137 % 360} 65% 50%)"
 
 
-def _date(at: float) -> str:
-    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")
+def boxes(parts: Iterable[tuple[NodeState, float]], whole: float) -> str:
+    """Return boxes side by side, of states with their seconds."""
+    return "".join(f'<i class="{state}" style="width:{100 * part / whole:.2f}%"></i>' for state, part in parts if part > 0 and whole > 0)
 
 
-def _add_world_size(figure: Any, go: Any, story: Story) -> None:
-    """Add the number of workers over time, and a mark for each fault."""
-    times, sizes = [_date(story.begin)], [0]
-    for one in story.rounds:
-        times += [_date(one.begin), _date(one.begin), _date(one.end), _date(one.end)]
-        sizes += [0, one.world_size, one.world_size, 0]
-    figure.add_trace(
-        go.Scatter(x=times, y=sizes, mode="lines", fill="tozeroy", line={"color": "#0072b2", "width": 1}, name="workers", showlegend=False),
-        row=1,
-        col=1,
+def state_styles() -> str:
+    """Return the rules for the colours of the states. A hang is striped, so that nobody takes it for a state with a similar colour."""
+    rules = [f".{state} {{ background: {its.color} }}" for state, its in WORDS.items() if its.color]
+    hang = f"repeating-linear-gradient(135deg, {WORDS[NodeState.HANGING].color} 0 4px, #c9a6e4 4px 7px)"
+    return " ".join([*rules, f".{NodeState.HANGING} {{ background: {hang} }}"])
+
+
+def _row(kind: str, name: str, content: str) -> str:
+    shown = escape(name)
+    return f'<div class="row {kind}"><b title="{shown}">{shown}</b><div>{content}</div></div>'
+
+
+def _box(kind: str, axis: Axis, begin: float, end: float, title: str, height: float | None = None) -> str:
+    left, width = axis.percent(begin), axis.percent(end) - axis.percent(begin)
+    tall = "" if height is None else f";height:{height:.0f}%"
+    return f'<i class="{kind}" style="left:{left:.3f}%;width:{width:.3f}%{tall}" title="{escape(title)}"></i>'
+
+
+def _lane(number: int, lanes: Sequence[Lane], axis: Axis) -> str:
+    """Return the row of one node. ``lanes``: its agents, one after the other."""
+    content = "".join(_state(one, axis) for lane in lanes for one in lane.segments)
+    content += "".join(
+        f'<i class="gone" style="left:{axis.percent(lane.end):.3f}%" title="no further event"></i>' for lane in lanes if not lane.outcome
     )
-    texts = [f"{clean(one.cause)} in round {one.round}: {clean(one.reason)}; cost {seconds(one.seconds)}" for one in story.faults]
-    figure.add_trace(
-        go.Scatter(
-            x=[_date(one.at) for one in story.faults],
-            y=[0] * len(story.faults),
-            mode="markers",
-            marker={"symbol": "triangle-up", "size": 11, "color": WORDS[NodeState.RESTARTING].color},
-            hovertext=[escape(text) for text in texts],
-            hoverinfo="text",
-            name="end of a round",
-        ),
-        row=1,
-        col=1,
-    )
+    shown = escape(clean(lanes[0].title))
+    dot = f'<span class="dot" style="background:{color(number)}"></span>' if any(lane.rates for lane in lanes) else ""
+    return f'<div class="row lane"><b title="{shown}">{dot}{shown}</b><div>{content}</div></div>'
 
 
-def _add_lanes(figure: Any, go: Any, lanes: list[Lane], rows: list[tuple[str, int]]) -> None:
-    """Add the states of all agents: one trace per state, so that the legend has each once."""
-    places = {row: place for place, row in enumerate(rows)}
-    for state, its in WORDS.items():
-        found = [(lane, one) for lane in lanes for one in lane.segments if one.state == state]
-        if not found:
-            continue
-        rounds = [f", round {one.round}" if one.round else "" for _, one in found]
-        texts = [
-            f"{clean(lane.name)}: {its.title} {seconds(one.seconds)}{number}. {its.means}"
-            for (lane, one), number in zip(found, rounds, strict=True)
-        ]
-        figure.add_trace(
-            go.Bar(
-                orientation="h",
-                base=[_date(one.begin) for _, one in found],
-                x=[1000 * one.seconds for _, one in found],  # milliseconds on an axis of dates
-                y=[places[_row(lane)] for lane, _ in found],
-                marker={"color": its.color, "line": {"width": 0}},
-                hovertext=[escape(text) for text in texts],
-                hoverinfo="text",
-                name=its.title,
-            ),
-            row=2,
-            col=1,
-        )
-    gone = [lane for lane in lanes if not lane.outcome]
-    figure.add_trace(
-        go.Scatter(
-            x=[_date(lane.end) for lane in gone],
-            y=[places[_row(lane)] for lane in gone],
-            mode="markers",
-            marker={"symbol": "x", "size": 9, "color": "black"},
-            hovertext=[escape(f"{clean(lane.name)}: no further event") for lane in gone],
-            hoverinfo="text",
-            name="no further event",
-            showlegend=bool(gone),
-        ),
-        row=2,
-        col=1,
+def _state(one: Segment, axis: Axis) -> str:
+    of_round = f", round {one.round}" if one.round else ""
+    return _box(one.state, axis, one.begin, one.end, f"{WORDS[one.state].title} {seconds(one.seconds)}{of_round}")
+
+
+def _marks(story: Story, axis: Axis) -> str:
+    """Return a numbered mark for each round that ended early. Where two meet, the costlier one is in front."""
+    worst = sorted(story.faults, key=lambda fault: -fault.number)[-MOST_MARKS:]
+    return "".join(
+        f'<a id="m{one.number}" href="#f{one.number}" style="left:{axis.percent(one.at):.3f}%" '
+        f'title="{escape(clean(f"{moment(one.at)[11:]} {one.cause}, cost {seconds(one.seconds)}: {one.reason}", 150))}">{one.number}</a>'
+        for one in worst
     )
 
 
-def _rates(go: Any, lane: Lane) -> Any:
-    times, rates = [_date(at) for at, _ in lane.rates], [rate for _, rate in lane.rates]
-    return go.Scatter(x=times, y=rates, mode="lines+markers", name=escape(clean(lane.name, 28)), showlegend=False)
+def _sizes(rounds: Sequence[Round], axis: Axis) -> str:
+    most = max((one.world_size for one in rounds), default=0) or 1
+    return "".join(
+        _box("", axis, one.begin, one.end, f"round {one.number}: {one.world_size} workers, {one.nodes} nodes", 100 * one.world_size / most)
+        for one in rounds[:MOST_ROUNDS]
+    )
+
+
+def _rates(lanes: Sequence[Lane], rows: Sequence[tuple[str, int]], fastest: float, axis: Axis) -> str:
+    lines = [
+        f'<polyline stroke="{color(rows.index(lane.row))}" points="'
+        + " ".join(f"{axis.percent(at):.3f},{100 - 96 * rate / (fastest or 1):.1f}" for at, rate in lane.rates)
+        + f'"><title>{escape(clean(lane.title))}</title></polyline>'
+        for lane in lanes
+        if lane.rates
+    ]
+    return f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">{"".join(lines)}</svg>'
+
+
+def _ticks(axis: Axis) -> str:
+    """Return the ticks of all widths of the axis."""
+    found = []
+    for zoom in ZOOMS:
+        for at, text in ticks(axis, TICKS * zoom):
+            found.append(f'<i class="t{zoom}" style="left:{axis.percent(at):.3f}%">{text}</i>')
+    return "".join(found)
+
+
+def ticks(axis: Axis, count: int) -> list[tuple[float, str]]:
+    """Return about ``count`` round times within the axis, each with its text."""
+    took = axis.end - axis.begin
+    step = next((one for one in STEPS if one * count >= took), math.ceil(took / count / 86400) * 86400)
+    first = math.ceil(axis.begin / step)
+    times = [number * step for number in range(first, first + 2 * count) if number * step <= axis.end]
+    if step >= 86400:
+        return [(at, moment(at)[:10]) for at in times]
+    shown = slice(11, 16) if step >= 60 else slice(11, 19)
+    return [(at, moment(at)[shown] + (f".{round(at % 1 * 10) % 10}" if step < 1 else "")) for at in times]

@@ -69,7 +69,7 @@ class EventLine(Fields):
     mono: float
     kind: str
     node: str  # id of the agent
-    name: str  # its host name
+    name: str  # of the node: its host name, unless it has another one
 
 
 @dataclass
@@ -173,7 +173,8 @@ def parse_line(line: bytes) -> EventLine | str:
     if data.get("v") != FORMAT:
         return f"its version is not {FORMAT}"
     fields = Fields(data)
-    kind, node, name = (fields.text(one) for one in ("event", "node", "name"))
+    kind, node = fields.text("event"), fields.text("node")
+    name = fields.text("node_name") or fields.text("name")  # hosts with several nodes name each
     if not (kind and node and name):
         return "without event, node or name"
     time, mono = fields.number("time"), fields.number("mono")

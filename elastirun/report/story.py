@@ -6,7 +6,7 @@ The lane of an agent has the states that it has recorded, without gaps, so they 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastirun.agent.observe.node_states import WORDS, NodeState
@@ -21,15 +21,19 @@ OTHER_LOSSES = {  # seconds without training that no fault has caused
     NodeState.FINISHING: "finishing",
 }
 COSTS = (NodeState.STOPPING, NodeState.RESTARTING, NodeState.STARTING, NodeState.REPEATED)  # of the end of a round
-RECORDED = {state.value: state for state, words in WORDS.items() if words.color}
+HANG = "hang"  # in place of the cause "failure": the workers made no steps, and the agent has ended one of them
+RECORDED = {state.value: state for state, words in WORDS.items() if words.spent}
 CAUSES = {
     "failure": "a worker failed",
+    HANG: "workers hung",
     "lost": "a node was lost",
     "leave": "a node left",
     "join": "a node joined",
     "unknown": "a cause that no event tells",
 }
+MOST_NAME = 60  # characters of the name of a lane
 MOST_LINES = 400  # lines of one stack or traceback
+MOST_VALUES = 3  # different commands or versions of the nodes of one job that are named
 
 FaultKey = tuple[int, int]  # number of the job, and of the round that ended early
 
@@ -62,12 +66,21 @@ class Lane:
     segments: list[Segment]
     rates: list[tuple[float, float]] = field(default_factory=list)  # time, steps per second
     outcome: str = ""  # of its ``end`` event; empty: it has none, so the agent was killed or still runs
-    number: int = 0  # of the lane among those with the same name
+    number: int = 0  # of the lane among those with the same name; 0: it is the only one
+
+    @property
+    def row(self) -> tuple[str, int]:
+        """The name of the node and the number of the lane: agents with the same row ran one after the other, on the same node."""
+        return self.name, self.number
+
+    @property
+    def title(self) -> str:
+        return f"{self.name[:MOST_NAME]} ({self.number})" if self.number else self.name[:MOST_NAME]
 
 
 @dataclass
 class Fault:
-    """The end of a round before its work was done. Seconds are those of all nodes together."""
+    """The end of a round before its work was done. Seconds are those of all nodes together. ``at``: when the first node knew."""
 
     job: int
     round: int
@@ -77,6 +90,8 @@ class Fault:
     by: str
     cost: dict[NodeState, float] = field(default_factory=dict)  # seconds
     nodes: int = 0  # that it has cost something
+    until_end: float = 0.0  # seconds of ``cost`` until ``at``: the workers made no steps any more, and their round was not over
+    number: int = 0  # 1: the costliest one; the number of its mark and of its row
 
     @property
     def seconds(self) -> float:
@@ -107,19 +122,44 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Longest:
+    """The costliest of the times that a loss consists of. ``number``: of the fault; 0: no fault was the cause."""
+
+    at: float
+    seconds: float
+    why: str  # the reason of the fault, or the node
+    number: int = 0
+
+
+@dataclass(frozen=True)
 class Loss:
-    """A row of the table of lost time. ``count``: faults; None: it is none."""
+    """A row of the table of lost time. ``parts``: its seconds by state; ``count``: faults, or times of one node."""
 
     what: str
-    seconds: float
-    count: int | None = None
-    longest: Fault | None = None
+    parts: Mapping[NodeState, float]
+    count: int
+    longest: Longest
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class About:
+    """The job as its agents describe it at their start; empty where they are of an earlier version."""
+
+    job: str = ""
+    command: str = ""
+    versions: tuple[tuple[str, str], ...] = ()  # name and version; several versions where nodes differ
 
 
 @dataclass
 class Story:
     """All that the page shows."""
 
+    about: About
+    steps: int | None  # the number of the last step of the training, or if the workers tell none, those of all rounds; None: not known
     lanes: list[Lane]
     faults: list[Fault]
     rounds: list[Round]
@@ -146,17 +186,21 @@ class Story:
 def tell(agents: Sequence[AgentEvents]) -> Story:
     """Return the story of the agents. There is at least one."""
     lost = _losses_of_nodes(agents)
-    lanes = [_lane(agent, lost) for agent in agents]
+    lanes = sorted((_lane(agent, lost) for agent in agents), key=lambda lane: lane.begin)
     _number(lanes)
     faults = _faults(agents)
     for lane in lanes:
         _charge(lane, faults)
+    for number, fault in enumerate(sorted(faults.values(), key=lambda fault: -fault.seconds), 1):
+        fault.number = number
     spent = defaultdict[NodeState, float](float)
     for segment in (segment for lane in lanes for segment in lane.segments):
         spent[segment.state] += segment.seconds
     every = [one.event for agent in agents for one in agent.events]
     ordered = sorted(faults.values(), key=lambda fault: fault.at)
     return Story(
+        about=_about(every),
+        steps=_steps(agents),
         lanes=lanes,
         faults=ordered,
         rounds=_rounds(agents),
@@ -227,13 +271,19 @@ def _losses_of_nodes(agents: Sequence[AgentEvents]) -> dict[FaultKey, float]:
     return found
 
 
-def _number(lanes: Iterable[Lane]) -> None:
-    """Number the lanes with the same name, each with the lowest that is free: an agent that was started again goes on in its lane."""
-    ends: dict[str, list[float]] = {}
-    for lane in sorted(lanes, key=lambda lane: lane.begin):
-        of_name = ends.setdefault(lane.name, [])
-        lane.number = next((i for i, end in enumerate(of_name) if end <= lane.begin), len(of_name))
-        of_name[lane.number : lane.number + 1] = [lane.end]
+def _number(lanes: Sequence[Lane]) -> None:
+    """Number the lanes, which are in the order of their beginnings, among those with the same name.
+
+    Agents of one name that ran one after the other were one node, so they have one lane.
+    Where two of them ever ran at the same time, the name is that of a host with several nodes, and each agent has a lane.
+    """
+    by_name: dict[str, list[Lane]] = {}
+    for lane in lanes:
+        by_name.setdefault(lane.name, []).append(lane)
+    for own in by_name.values():
+        if any(after.begin < before.end for before, after in zip(own, own[1:], strict=False)):
+            for number, lane in enumerate(own, 1):
+                lane.number = number
 
 
 # -- faults --------------------------------------------------------------------------------------------------------------------
@@ -251,20 +301,44 @@ def _faults(agents: Sequence[AgentEvents]) -> dict[FaultKey, Fault]:
         if key not in found:
             cause, reason, by = (one.event.text(name) for name in ("cause", "reason", "by"))
             found[key] = Fault(job, key[1], one.at, cause if cause in CAUSES else "unknown", reason, by)
+    for key in _hung(agents):
+        if key in found and found[key].cause == "failure":
+            found[key].cause = HANG
+    return found
+
+
+def _hung(agents: Sequence[AgentEvents]) -> set[FaultKey]:
+    """Return the rounds in which a node told of a hang."""
+    found = set()
+    for agent in agents:
+        number = 0
+        for one in agent.events:
+            number = one.event.whole("round") if one.event.kind == "round" else number
+            if one.event.kind == "hang":
+                found.add((agent.job, number))
     return found
 
 
 def _charge(lane: Lane, faults: dict[FaultKey, Fault]) -> None:
-    """Add what the faults have cost this lane."""
-    charged = set()
+    """Add what the faults have cost this lane. Draws the time until a hang was over as one."""
+    charged, segments = set(), []
     for one in lane.segments:
         if one.fault is None:
+            segments.append(one)
             continue
         if one.fault not in faults:
             faults[one.fault] = Fault(*one.fault, one.begin, "unknown", "no event tells why", "")
-        cost = faults[one.fault].cost
-        cost[one.state] = cost.get(one.state, 0.0) + one.seconds
+        fault, parts = faults[one.fault], [one]
+        if one.state is NodeState.STOPPING:
+            over = min(max(one.begin, fault.at), one.end)
+            fault.until_end += over - one.begin
+            if fault.cause == HANG:
+                parts = [replace(one, state=NodeState.HANGING, end=over), replace(one, begin=over)]
+        for part in parts:
+            fault.cost[part.state] = fault.cost.get(part.state, 0.0) + part.seconds
+        segments += [part for part in parts if part.seconds > 0]
         charged.add(one.fault)
+    lane.segments = segments
     for key in charged:
         faults[key].nodes += 1
 
@@ -275,12 +349,16 @@ def _losses(lanes: Sequence[Lane], faults: Sequence[Fault]) -> list[Loss]:
     for cause, words in CAUSES.items():
         own = [fault for fault in faults if fault.cause == cause]
         if own:
-            longest = max(own, key=lambda fault: fault.seconds)
-            found.append(Loss(words, sum(fault.seconds for fault in own), len(own), longest))
+            worst, parts = max(own, key=lambda fault: fault.seconds), defaultdict[NodeState, float](float)
+            for state, seconds in (item for fault in own for item in fault.cost.items()):
+                parts[state] += seconds
+            found.append(Loss(words, parts, len(own), Longest(worst.at, worst.seconds, worst.reason, worst.number)))
     for state, words in OTHER_LOSSES.items():
-        seconds = sum(one.seconds for lane in lanes for one in lane.segments if one.state == state and one.fault is None)
-        if seconds > 0:
-            found.append(Loss(words, seconds))
+        times = [(one, lane) for lane in lanes for one in lane.segments if one.state == state and one.fault is None]
+        if times:
+            longest, lane = max(times, key=lambda time: time[0].seconds)
+            total = sum(one.seconds for one, _ in times)
+            found.append(Loss(words, {state: total}, len(times), Longest(longest.begin, longest.seconds, lane.title)))
     return sorted(found, key=lambda loss: -loss.seconds)
 
 
@@ -327,7 +405,9 @@ def _failure(event: EventLine) -> tuple[str, tuple[str, ...]]:
 
 
 def _hang(event: EventLine) -> tuple[str, tuple[str, ...]]:
-    return f"no step for {event.seconds('seconds'):.0f} s; where the workers were:", _stacks(event)
+    return f"no step for {event.seconds('seconds'):.0f} s, the limit is {event.seconds('limit'):.0f} s; where the workers were:", _stacks(
+        event
+    )
 
 
 def _straggler(event: EventLine) -> tuple[str, tuple[str, ...]]:
@@ -358,3 +438,26 @@ def _outcome(agents: Sequence[AgentEvents]) -> str:
         verdict, reason = last.event.text("verdict"), last.event.text("reason")
         return f"The job {verdict}" + (f": {reason}" if reason and verdict != "succeeded" else "")
     return "No event tells how the job ended"
+
+
+def _about(events: Sequence[EventLine]) -> About:
+    """Return what the events ``start`` tell of the job. Where nodes differ, the first values are named."""
+    starts = [event for event in events if event.kind == "start"]
+
+    def values(name: str) -> str:
+        found = list(dict.fromkeys(filter(None, (event.text(name) for event in starts))))
+        return ", ".join(found[:MOST_VALUES]) + (", …" if len(found) > MOST_VALUES else "")
+
+    versions = (("elastirun", values("version")), ("Python", values("python")), ("torch", values("torch")))
+    return About(values("job"), values("command"), tuple((name, version) for name, version in versions if version))
+
+
+def _steps(agents: Sequence[AgentEvents]) -> int | None:
+    """Return how many steps the jobs have made, as far as their workers tell."""
+    numbered, made = dict[int, int](), dict[FaultKey, int]()
+    for job, one in _each(agents, "steps"):
+        key = (job, one.event.whole("round"))
+        made[key] = max(one.event.whole("steps"), made.get(key, 0))
+        if (number := one.event.number("step")) is not None:
+            numbered[job] = max(int(number), numbered.get(job, 0))
+    return sum(numbered.values()) if numbered else sum(made.values()) if made else None

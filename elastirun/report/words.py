@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from elastirun.agent.observe.node_states import NodeState
-from elastirun.report.clocks import DELAY
 from elastirun.report.story import Fault, Loss, Story
 
 MOST = 300  # characters of one text on the page
+MOST_COMMAND = 1000  # characters of a command
+COSTS = ("until the round was over", "until the next start", "until the first step", "steps done again")  # the parts of the cost of a fault
 
 
 def clean(text: str, most: int = MOST) -> str:
@@ -40,21 +41,39 @@ def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def summary(story: Story) -> list[str]:
-    """Return the paragraph at the top, in sentences."""
-    nodes, took = len(story.lanes), story.end - story.begin
-    jobs = len({lane.job for lane in story.lanes})
+def when(story: Story) -> str:
+    """Return when the agents ran, and how many."""
+    begin, end = moment(story.begin), moment(story.end)
+    until = end[11:] if end[:10] == begin[:10] else end
+    nodes, jobs = len(story.lanes), len({lane.job for lane in story.lanes})
     agents = f"{nodes} agent{'s' * (nodes > 1)}" + (f", which had no round in common: {jobs} jobs" if jobs > 1 else "")
+    return f"{begin} to {until} UTC, {seconds(story.end - story.begin)}; {agents}"
+
+
+def numbers(story: Story) -> list[tuple[str, str]]:
+    """Return the large numbers at the top, each with its label."""
+    lost, faults = sum(loss.seconds for loss in story.losses), len(story.faults)
+    known = "" if story.repeats_known else "≤ "
+    return [
+        (f"{known}{share(story.goodput, 1.0)}", "of the nodes' time: training that counted"),
+        (seconds(lost), f"lost, of {seconds(story.total)} of all nodes"),
+        ("–" if story.steps is None else f"{story.steps:,}", "steps; the workers stamp none" if story.steps is None else "steps"),
+        (str(faults), "round ended early" if faults == 1 else "rounds ended early"),
+    ]
+
+
+def summary(story: Story) -> list[str]:
+    """Return the paragraph that the command prints, in sentences."""
+    job = f"Job {clean(story.about.job)}: " if story.about.job else ""
     known = "" if story.repeats_known else "At most "
     unknown = story.spent.get(NodeState.UNKNOWN, 0.0)
     killed = f"; of {share(unknown, story.total)}, of which no event tells, this is not known" if unknown else ""
-    found = [
-        f"{moment(story.begin)} to {moment(story.end)} UTC, {seconds(took)}; {agents}.",
+    return [
+        f"{job}{when(story)}.",
         f"{clean(story.outcome)}.",
         f"{known}{share(story.goodput, 1.0)} of the nodes' time ({seconds(story.total)} in all) was training that counted{killed}.",
         worst(story),
     ]
-    return found
 
 
 def worst(story: Story) -> str:
@@ -62,11 +81,12 @@ def worst(story: Story) -> str:
     if not story.losses:
         return "No time was lost."
     loss = story.losses[0]
-    cost = f"{seconds(loss.seconds)} of the nodes' time ({share(loss.seconds, story.total)})"
-    if loss.count is None or loss.longest is None:
-        return f"Most was lost to: {loss.what}, {cost}."
-    longest = f"the costliest at {moment(loss.longest.at)[11:]}, {seconds(loss.longest.seconds)}: {clean(loss.longest.reason)}"
-    return f"Most was lost because {loss.what}, {times(loss.count)}: {cost}; {longest}."
+    cost, longest = f"{seconds(loss.seconds)} of the nodes' time ({share(loss.seconds, story.total)})", loss.longest
+    if not longest.number:
+        where = f"the longest on {clean(longest.why)} at {moment(longest.at)[11:]}, {seconds(longest.seconds)}"
+        return f"Most was lost to {loss.what}: {cost}; {where}."
+    costliest = f"the costliest at {moment(longest.at)[11:]}, {seconds(longest.seconds)}: {clean(longest.why)}"
+    return f"Most was lost because {loss.what}, {times(loss.count)}: {cost}; {costliest}."
 
 
 def notes(story: Story, left_out: Sequence[str]) -> list[str]:
@@ -85,20 +105,21 @@ def notes(story: Story, left_out: Sequence[str]) -> list[str]:
         found.append("The workers stamp no steps: their start and steps done again count as training.")
     elif not story.repeats_known:
         found.append("The workers do not tell the numbers of their steps: steps done again count as training.")
-    found.append(f"Machines whose clocks differ by less than {DELAY:g} s at the start of a round that they share are not moved.")
-    found.append("A node that was missing costs nothing here.")
     return found
 
 
 def loss_row(loss: Loss, story: Story) -> list[str]:
     """Return the cells of a loss."""
-    count = "" if loss.count is None else str(loss.count)
-    longest = f"{seconds(loss.longest.seconds)} at {moment(loss.longest.at)[11:]}" if loss.longest else ""
-    return [loss.what, count, seconds(loss.seconds), share(loss.seconds, story.total), longest]
+    longest, where = loss.longest, "" if loss.longest.number else f", {clean(loss.longest.why, 60)}"
+    return [
+        *(loss.what, seconds(loss.seconds), share(loss.seconds, story.total), str(loss.count)),
+        f"{seconds(longest.seconds)} at {moment(longest.at)[11:]}{where}",
+    ]
 
 
 def fault_row(fault: Fault) -> list[str]:
     """Return the cells of a fault."""
-    columns = ((NodeState.STOPPING, NodeState.RESTARTING), (NodeState.STARTING,), (NodeState.REPEATED,))
-    parts = [fault.seconds, *(sum(fault.cost.get(state, 0.0) for state in states) for states in columns)]
+    stopped = sum(fault.cost.get(state, 0.0) for state in (NodeState.HANGING, NodeState.STOPPING, NodeState.RESTARTING))
+    others = (fault.cost.get(state, 0.0) for state in (NodeState.STARTING, NodeState.REPEATED))
+    parts = [fault.seconds, fault.until_end, stopped - fault.until_end, *others]
     return [moment(fault.at)[11:], str(fault.round), fault.cause, clean(fault.reason), *map(seconds, parts), str(fault.nodes)]

@@ -11,7 +11,7 @@ import pytest
 
 from elastirun.agent.observe.node_states import WORDS, NodeState
 from elastirun.errors import UsageError
-from elastirun.report import clocks, reader, story, words
+from elastirun.report import clocks, page, reader, story, trace, words
 from elastirun.report.story import Story
 from tests.report.events import NOON, Agent, two_nodes
 
@@ -57,13 +57,73 @@ def test_each_fault_has_the_cost_of_its_restart_its_start_and_the_steps_done_aga
     by_cause = {loss.what: (loss.count, loss.seconds) for loss in found.losses}
     assert by_cause == {
         "a worker failed": (1, 21.0),
-        "waiting for nodes": (None, 24.0),
-        "first start": (None, 13.0),
+        "waiting for nodes": (3, 24.0),
+        "first start": (3, 13.0),
         "a node was lost": (1, 6.0),
         "a node joined": (1, 5.0),
-        "finishing": (None, 6.0),
+        "finishing": (2, 6.0),
     }
     assert found.losses == sorted(found.losses, key=lambda loss: -loss.seconds)
+    assert [(fault.round, fault.number) for fault in found.faults] == [(1, 1), (2, 2), (3, 3)], "the costliest is 1"
+    assert faults[1].until_end == 4.0, "2 s on each node"
+    assert words.fault_row(faults[1])[4:] == ["21.0 s", "4.0 s", "10.0 s", "4.0 s", "3.0 s", "2"]
+    waited = next(loss for loss in found.losses if loss.what == "waiting for nodes").longest
+    assert (waited.at, waited.seconds, waited.why, waited.number) == (NOON + 2, 8.0, "a", 0)
+
+
+def hung(told_by: int = 0, round: int = 1) -> list[Agent]:
+    """Two nodes whose workers hang at 48 s, which one of them notices after 5 s."""
+    agents = [Agent(f"{name}-1", name).start(10, 1) for name in ("a", "b")]
+    agents[told_by].number = round
+    agents[told_by].at(53, "hang", seconds=5.0, limit=5.0, ranks=[1], workers=[{"rank": 1, "steps": 9, "stack": ["line 3"]}])
+    for agent in agents:
+        agent.number = 1
+        agent.broken(54, 1, "failure", "rank 1 hangs").spent(55, 1, starting=5, training=33).start(57, 2).spent(
+            90, 2, starting=3, training=30
+        )
+        agent.end(91, 89)
+    return agents
+
+
+@pytest.mark.parametrize("told_by", [0, 1])
+def test_a_hang_is_drawn_as_one_until_it_was_noticed(tmp_path: Path, told_by: int) -> None:
+    found = told(tmp_path, hung(told_by))
+    for lane in found.lanes:
+        states = [(one.state, round(one.begin - NOON), round(one.end - NOON)) for one in lane.segments][3:6]
+        assert states == [(NodeState.HANGING, 48, 54), (STOPPING, 54, 55), (RESTARTING, 55, 57)]
+    (fault,) = found.faults
+    assert (fault.cause, fault.until_end, fault.cost[NodeState.HANGING], fault.seconds) == ("hang", 12.0, 12.0, 24.0)
+    (loss,) = (loss for loss in found.losses if loss.what == "workers hung")
+    assert loss.parts == {NodeState.HANGING: 12.0, STOPPING: 2.0, RESTARTING: 4.0, STARTING: 6.0}
+    assert sum(found.spent.values()) == pytest.approx(found.total)
+
+
+def test_a_round_that_ended_by_something_else_than_its_hang_has_no_hang(tmp_path: Path) -> None:
+    agents = hung()
+    for agent in agents:
+        next(line for line in agent.lines if line["event"] == "broken")["cause"] = "leave"
+    assert [fault.cause for fault in told(tmp_path, agents).faults] == ["leave"]
+
+
+def test_steps_are_those_of_the_training_or_of_all_rounds(tmp_path: Path) -> None:
+    agents = two_nodes()
+    assert told(tmp_path / "numbered", agents).steps == 100
+    for agent in agents:
+        for line in (line for line in agent.lines if line["event"] == "steps"):
+            line["step"] = None
+    assert told(tmp_path / "counted", agents).steps == 100 + 9 + 9 + 9
+    for agent in agents:
+        agent.lines = [line for line in agent.lines if line["event"] != "steps"]
+    assert told(tmp_path / "none", agents).steps is None
+
+
+def test_what_the_agents_run_is_named_and_what_differs_is_listed(tmp_path: Path) -> None:
+    agents = two_nodes()
+    for number, agent in enumerate(agents):
+        agent.at(200, "start", job="job7", command="train.py", version="1.0", python=f"3.{number}", torch="")
+    about = told(tmp_path, agents).about
+    assert (about.job, about.command, about.versions) == ("job7", "train.py", (("elastirun", "1.0"), ("Python", "3.0, 3.1, 3.2")))
+    assert told(tmp_path / "earlier", two_nodes()).about == story.About(), "agents of an earlier version"
 
 
 def test_the_lane_of_a_killed_agent_ends_when_the_others_noticed_and_goes_on_with_the_next_agent(tmp_path: Path) -> None:
@@ -80,7 +140,18 @@ def test_the_lane_of_a_killed_agent_ends_when_the_others_noticed_and_goes_on_wit
 
 def test_agents_with_the_same_name_at_the_same_time_have_two_lanes(tmp_path: Path) -> None:
     agents = [Agent(f"n-{i}", "n").start(10, 1).spent(20, 1).end(21, 21) for i in range(2)]
-    assert [lane.number for lane in told(tmp_path, agents).lanes] == [0, 1]
+    agents.append(Agent("n-2", "n").start(60, 2).spent(70, 2).end(71, 21))
+    assert [lane.number for lane in told(tmp_path, agents).lanes] == [1, 2, 3], (
+        "the third is no restart of the first: the host has several nodes"
+    )
+
+
+def test_agents_of_one_host_that_name_their_nodes_have_these_names(tmp_path: Path) -> None:
+    agents = [Agent(f"n-{i}", "host").start(10, 1).spent(20, 1).end(21, 21) for i in range(2)]
+    for number, agent in enumerate(agents):
+        for line in agent.lines:
+            line["node_name"] = f"rack-{number}"
+    assert [lane.row for lane in told(tmp_path, agents).lanes] == [("rack-0", 0), ("rack-1", 0)]
 
 
 @pytest.mark.parametrize(("clock", "shift"), [(0.0, 0.0), (1.5, 0.0), (300.0, -300.0), (-4000.0, 4000.0)])
@@ -132,7 +203,10 @@ def test_failures_hangs_and_stragglers_are_told_in_order_with_their_stacks(tmp_p
     a.at(31, "failure", round=1, rank=3, local_rank=1, pid=7, code=-9, blame="own_fault", note="hung", lines=["in load"])
     found = told(tmp_path, [a]).failures
     assert [(one.title, one.lines) for one in found[1:]] == [
-        ("no step for 60 s; where the workers were:", ("rank 2, 7 steps:", "in wait", "", "rank 3, 0 steps:", "in load", "")),
+        (
+            "no step for 60 s, the limit is 60 s; where the workers were:",
+            ("rank 2, 7 steps:", "in wait", "", "rank 3, 0 steps:", "in load", ""),
+        ),
         ("round 1: rank 3 failed: killed by signal 9, hung (own fault)", ("in load",)),
     ]
     assert found[0].title == "rank 3 on GPU 1 is 2.5 times as slow as the median rank"
@@ -265,3 +339,4 @@ def test_whatever_the_fields_are_there_is_a_story(seed: int) -> None:
         assert sum(one.seconds for one in lane.segments) == pytest.approx(lane.end - lane.begin, abs=0.01)
     texts = [*words.summary(found), *words.notes(found, []), *(cell for fault in found.faults for cell in words.fault_row(fault))]
     assert all(text.isprintable() for text in texts)
+    assert len(page.page(found, [])) > 1000 and json.loads(trace.trace(found))["traceEvents"]

@@ -60,7 +60,7 @@ while not os.path.exists(os.path.join(folder, "end")):
             sys.exit(3)
         os.kill(os.getpid(), int(order))
 """
-EXPECTED = {"failure": 6, "lost": 1, "leave": 1, "join": 2}
+EXPECTED = {"failure": 5, "hang": 1, "lost": 1, "leave": 1, "join": 2}
 
 
 class Job:
