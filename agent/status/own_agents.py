@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class OwnAgent:
     live: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     devices: str = ""  # none, also where an agent of an earlier version says nothing
+    began: float = field(default=0.0, compare=False)  # when it made its socket, in seconds since the epoch
 
 
 def sockets() -> list[str]:
@@ -52,7 +53,7 @@ def ask(path: str) -> OwnAgent | None:
         steps = tuple(_steps(**one) for one in answer["steps"])
         live, finished = (tuple(map(int, answer.get(name, ()))) for name in ("live", "finished"))
         endpoints, devices = tuple(map(str, answer["endpoints"])), str(answer.get("devices", ""))
-        return OwnAgent(str(answer["job"]), endpoints, dict(answer["store"]), steps, live, finished, devices)
+        return OwnAgent(str(answer["job"]), endpoints, dict(answer["store"]), steps, live, finished, devices, os.stat(path).st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

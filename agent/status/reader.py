@@ -62,7 +62,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of one look. ``problems``: stores without an answer. ``unreadable``: jobs whose record does not parse."""
+    """The outcome of one look. ``problems``: stores without an answer. ``unreadable``: jobs whose record does not parse.
+
+    ``jobs``: those with agents on this machine, the newest first, and then the others by name.
+    """
 
     jobs: tuple[JobStatus, ...] = ()
     problems: tuple[str, ...] = ()
@@ -136,8 +139,12 @@ class StatusReader:
         self._drop_unused()
         shown = {sight.watched for sight in best.values()}
         self._watched = {key: rows for key, rows in self._watched.items() if key in shown}
-        jobs = tuple(self._judge(best[job], [one for one in agents if one.job == job]) for job in sorted(best))
-        return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
+        own = {job: [one for one in agents if one.job == job] for job in best}
+        newest = sorted(best, key=lambda job: (-min((one.began for one in own[job]), default=0.0), job))
+        return Found(
+            tuple(self._judge(best[job], own[job]) for job in newest),
+            *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)),
+        )
 
     def _addresses(self, problems: list[str]) -> list[StoreAt]:
         """Return the stores at all addresses of the endpoints. Adds to ``problems`` what does not resolve."""

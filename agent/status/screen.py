@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,12 +14,63 @@ WIDTH = 100  # characters
 MOST_NODES = 16  # lines about nodes; --json has all of them
 MOST_CELLS = 16  # lines about the mesh
 LONGEST_NAME = 28  # characters
+_END, _BOLD, _DIM, _RED, _GREEN, _YELLOW = (f"\x1b[{code}m" for code in (0, 1, 2, 31, 32, 33))
+COLORS = {  # of the states of jobs and of nodes
+    **dict.fromkeys(("running", "finishing", "succeeded"), _GREEN),
+    **dict.fromkeys(("forming", "starting", "restarting", "joining", "stopping", "sitting_out"), _YELLOW),
+    **dict.fromkeys(("failed", "lost", "absent"), _RED),
+    **dict.fromkeys(("spare", "left"), _DIM),
+}
+_JOB_LINE = re.compile(r"(job       )(.*): (\w+)")
+_NODE_LINE = re.compile(r"((?:\d+|-) +(?:[\d-]+) +)(\w+)")
+_TITLE = re.compile(r"[a-z]+ +(?<=^.{10})")
 _HEAD = ("NODE", "RANKS", "STATE", "HOST", "ADDRESS")
 
 
 def screen(jobs: Sequence[JobStatus]) -> str:
     """Return the text for all ``jobs``, with a line between two of them."""
     return "\n\n".join("\n".join(_job(one)) for one in jobs)
+
+
+def watched(jobs: Sequence[JobStatus], head: str, columns: int, lines: int) -> str:
+    """Return the text for a terminal of this size: ``head``, and as many of the ``jobs`` as fit, the first ones first.
+
+    The cursor stands in the line below the text, which therefore has one line less than the terminal.
+    """
+    blocks, left = [_job(one) for one in jobs], max(1, lines - 2)
+    while len(blocks) > 1 and sum(len(block) + 1 for block in blocks) + (2 if len(blocks) < len(jobs) else 0) > left:
+        blocks.pop()
+    hidden = jobs[len(blocks) :]
+    shown = [line for block in blocks for line in ("", *block)]
+    room = left - (2 if hidden else 0)
+    if len(shown) > room:  # one job, which is taller than the terminal
+        cut = max(0, room - 1)
+        shown = [*shown[:cut], f"and {len(shown) - cut} more lines (a taller window shows more)"]
+    if hidden:
+        names = ", ".join(f"{one.job or 'without a name'} {one.state}" for one in hidden)
+        shown += ["", f"and {len(hidden)} more job{'s' * (len(hidden) > 1)}: {names}"]
+    return "\n".join(clip(line, columns) for line in [head, *shown][: max(1, lines - 1)])
+
+
+def painted(text: str) -> str:
+    """Return the text of a screen in colours: the name of each job bold, states by how the job or node is, titles dim."""
+    return "\n".join(_painted(line) for line in text.split("\n"))
+
+
+def _painted(line: str) -> str:
+    if found := _JOB_LINE.fullmatch(line):
+        return f"{_DIM}{found[1]}{_END}{_BOLD}{found[2]}{_END}: {_state(found[3])}"
+    if found := _NODE_LINE.match(line):
+        return f"{found[1]}{_state(found[2])}{line[found.end() :]}"
+    if (found := _TITLE.match(line)) or line.startswith(("NODE ", "and ")):
+        end = found.end() if found else len(line)
+        return f"{_DIM}{line[:end]}{_END}{line[end:]}"
+    return line
+
+
+def _state(state: str) -> str:
+    color = COLORS.get(state, "")
+    return f"{color}{state}{_END}" if color else state
 
 
 def _job(job: JobStatus) -> list[str]:

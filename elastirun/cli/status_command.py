@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from dataclasses import asdict
 
 import click
 
+from elastirun import standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.processes.preload import keep_warm
 from elastirun.agent.status.reader import UNNAMED, Found, StatusReader, Target
-from elastirun.agent.status.screen import screen
+from elastirun.agent.status.screen import painted, screen, watched
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.options import BY_DEST
@@ -28,6 +30,7 @@ from elastirun.cli.warm_command import line
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import NothingFound, StartError, UsageError
 
+STDOUT = 1  # the descriptor
 INTERVAL = "2"  # seconds from one screen to the next, by default
 FORMAT = 1  # of the JSON; raised when a field changes its meaning
 CLEAR = "\x1b[H\x1b[2J"  # puts the cursor at the top left, and erases the screen
@@ -62,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         if seconds is None:
             return _show(reader.look(), target, as_json)
         while True:
-            code = _show_again(reader.look(), target, as_json)
+            code = _show_again(reader.look(), target, as_json, seconds)
             if code != ExitCode.OK:
                 return code
             time.sleep(seconds)
@@ -127,16 +130,26 @@ def _show(found: Found, target: Target, as_json: bool) -> int:
     raise NothingFound(_no_job(found, target))
 
 
-def _show_again(found: Found, target: Target, as_json: bool) -> int:
+def _show_again(found: Found, target: Target, as_json: bool, every: float) -> int:
     """Print what one of several looks has found, in the place of the screen before. Return 0 to go on."""
     if as_json:
         return show(_text(found, as_json=True))
-    text = _text(found, as_json=False) if found.jobs else "; ".join(found.unreadable) or _no_job(found, target)
-    return show(CLEAR + text if sys.stdout.isatty() else f"{text}\n")
+    count = len(found.jobs)
+    head = f"{time.strftime('%H:%M:%S')}  {count} job{'s' * (count != 1)}, every {every:g} s, Ctrl-C ends"
+    text = "" if found.jobs else "; ".join(found.unreadable) or _no_job(found, target)
+    if not sys.stdout.isatty():
+        return show(f"{head}\n\n{text or _text(found, as_json=False)}\n")
+    if text:
+        return show(f"{CLEAR}{head}\n\n{text}")
+    size = shutil.get_terminal_size()
+    shown = watched(found.jobs, head, size.columns, size.lines)
+    return show(CLEAR + (painted(shown) if standard_streams.wants_colours(STDOUT) else shown))
 
 
 def _text(found: Found, as_json: bool) -> str:
-    return json.dumps({"v": FORMAT} | asdict(found)) if as_json else screen(found.jobs)
+    if as_json:
+        return json.dumps({"v": FORMAT} | asdict(found))
+    return painted(screen(found.jobs)) if standard_streams.wants_colours(STDOUT) else screen(found.jobs)
 
 
 def _kept_warm() -> str:

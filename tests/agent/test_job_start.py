@@ -19,7 +19,7 @@ from elastirun.config import Command
         (("--api-key=abc", "--lr=1"), "train.py '--api-key=***' --lr=1"),
         (("--hf_token", "abc", "rest"), "train.py --hf_token '***' rest"),
         (("--password", "--lr=1"), "train.py --password --lr=1"),
-        (("--tokenizer=gpt2", "--keyframes", "3"), "train.py --tokenizer=gpt2 --keyframes 3"),
+        (("--tokenizer=gpt2", "--keyframes", "3", "--monkey=1"), "train.py --tokenizer=gpt2 --keyframes 3 --monkey=1"),
     ],
 )
 def test_the_command_is_shown_without_secrets(args: tuple[str, ...], line: str) -> None:

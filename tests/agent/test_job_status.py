@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.agent.status.job_status import QUIET, JobStatus, judge
-from elastirun.agent.status.screen import MOST_NODES, WIDTH, screen
+from elastirun.agent.status.screen import COLORS, MOST_NODES, WIDTH, painted, screen, watched
 from elastirun.rendezvous.peers.liveness import Liveness
 from elastirun.rendezvous.peers.ranks import member
 from elastirun.rendezvous.peers.view import View
@@ -220,3 +221,49 @@ def test_whatever_the_records_hold_the_screen_is_printable_and_no_wider() -> Non
     row = changed(A, name=long, address=long, note="\x1b[2J\n", status=Status.LEFT)
     text = screen([judge("\x1b]0;\x07", "\n", View("", replace(ROUND, reason=long + "\n"), {"a": row}, Liveness(1.0), 0.0), ("\x1b",))] * 2)
     assert all(line.isprintable() and len(line) <= WIDTH for line in text.splitlines())
+
+
+# --- the screen again and again
+
+
+def jobs(count: int) -> list[JobStatus]:
+    """Jobs of 12 lines each, the newest first."""
+    return [replace(status(BROKEN, changed(A, hosts=True), LATE), job=f"job{number}") for number in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("lines", [1, 2, 3, 5, 14, 15, 27, 28, 29, 40, 41, 42, 200])
+@pytest.mark.parametrize("columns", [20, 100])
+def test_the_screen_is_never_larger_than_the_terminal(count: int, lines: int, columns: int) -> None:
+    found = watched(jobs(count), "12:00:00", columns, lines).split("\n")
+    assert found[0] == "12:00:00", "the clock is always there"
+    assert len(found) <= max(1, lines - 1) and max(map(len, found)) <= columns
+
+
+@pytest.mark.parametrize(
+    ("lines", "whole", "last"),
+    [
+        (200, 3, "1     2-3    lost     name-b  10.0.0.2"),
+        (38, 3, "1     2-3    lost     name-b  10.0.0.2"),
+        (37, 2, "and 1 more job: job2 restarting"),
+        (28, 2, "and 1 more job: job2 restarting"),
+        (27, 1, "and 2 more jobs: job1 restarting, job2 restarting"),
+        (16, 1, "and 2 more jobs: job1 restarting, job2 restarting"),
+        (15, 0, "and 2 more jobs: job1 restarting, job2 restarting"),
+    ],
+)
+def test_the_first_jobs_are_shown_and_the_others_named(lines: int, whole: int, last: str) -> None:
+    three = [replace(one, nodes=one.nodes[:2]) for one in jobs(3)]  # of 11 lines, and a blank one
+    text = watched(three, "12:00:00", 100, lines)
+    assert text.count("10.0.0.2\n") + text.endswith("10.0.0.2") == whole and text.split("\n")[-1] == last
+    assert "job0: restarting" in text
+    assert bool(whole) != ("more lines (a taller window shows more)" in text)
+
+
+def test_colours_change_no_text_and_states_have_one_each() -> None:
+    text = screen([status(BROKEN, changed(A, hosts=True), LATE), status(ROUND, A, B)])
+    shown = painted(text)
+    assert re.sub("\x1b\\[\\d+m", "", shown) == text
+    assert "\x1b[1mjob7\x1b[0m: \x1b[33mrestarting\x1b[0m" in shown and "\x1b[1mjob7\x1b[0m: \x1b[32mrunning\x1b[0m" in shown
+    assert "1     2-3    \x1b[31mlost\x1b[0m     name-b" in shown and "\n\x1b[2mround     \x1b[0m3: b joined\n" in shown
+    assert {"running", "restarting", "failed", "succeeded", "lost", "spare", "sitting_out"} <= COLORS.keys()

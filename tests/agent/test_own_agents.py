@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,9 @@ def agent(tmp_path: Path, answer: str) -> Iterator[str]:
 def test_an_agent_is_listed_and_says_where_its_job_meets(tmp_path: Path) -> None:
     with agent(tmp_path, ANSWER + "\n") as path:
         assert path in own_agents.sockets()
-        assert own_agents.ask(path) == OwnAgent("job7", ("node0:29400",), {"kind": "none"}, (WorkerSteps(3, 1, 70, 0.5, None, 1.75),), (3,))
+        asked = own_agents.ask(path)
+        assert asked == OwnAgent("job7", ("node0:29400",), {"kind": "none"}, (WorkerSteps(3, 1, 70, 0.5, None, 1.75),), (3,))
+        assert abs(asked.began - time.time()) < 600, "the age of the socket"
     assert own_agents.ask(path) is None, "it has ended"
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -403,6 +404,19 @@ def test_two_agents_whose_jobs_share_a_store_are_asked_one_after_the_other(
         fill(servers[0], job, rows(2))
     found = with_agents(monkeypatch, Target(), *(OwnAgent(job, (), at(servers[0])) for job in ("a", "b")))
     assert [job.job for job in found.jobs] == ["a", "b"] and found.problems == ()
+
+
+def test_the_newest_job_comes_first_and_jobs_of_other_machines_last(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job in "abcd":
+        fill(servers[0], job, rows(2))
+    began = {"b": (100.0, 500.0), "c": (300.0,), "d": ()}  # a second agent of b was started later
+    agents = [OwnAgent(job, (), at(servers[0]), began=one) for job, times in began.items() for one in times]
+    found = with_agents(
+        monkeypatch, Target(endpoints=(endpoint(servers[0]),)), *[replace(one, endpoints=(str(endpoint(servers[0])),)) for one in agents]
+    )
+    assert [job.job for job in found.jobs] == ["c", "b", "a", "d"]
 
 
 @pytest.mark.parametrize(

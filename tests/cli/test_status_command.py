@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +223,37 @@ def test_watching_goes_on_whatever_is_found(run: Run, options: list[str], monkey
     assert (result.status, result.err) == (130, "")
     assert result.out.count("job7: running") == 2 and result.out.count("refused") == 1 and "\x1b" not in result.out
     assert pauses == [7.0 if "7" in options[-1] else 2.0] * 3
+
+
+@pytest.mark.parametrize("environ", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_gets_a_clock_colours_and_no_more_than_fits(run: Run, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(seconds: float) -> None:
+        raise SystemExit(130)
+
+    monkeypatch.setattr(status_command.time, "sleep", pause)
+    monkeypatch.setattr(standard_streams.os, "isatty", lambda fd: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    found = Found(tuple(replace(JOB, job=f"job{number}") for number in range(9)))
+    size = {"LINES": "12", "COLUMNS": "60"}
+    text = run("status", "--rdzv-endpoint=node0", "--watch", found=(found,), **environ, **size).out
+    assert text.startswith(status_command.CLEAR) and text.count("\n") <= 11
+    assert re.match(r"\d\d:\d\d:\d\d  9 jobs, every 2 s, Ctrl-C ends\n", text.removeprefix(status_command.CLEAR))
+    assert "job0" in text and "and 8 more jobs: job1 running" in text
+    assert ("\x1b[32mrunning" in text) == (not environ)
+    assert ("\x1b[" in run("status", "--rdzv-endpoint=node0", **environ, **size).out) == (not environ), "also one look"
+
+
+def test_a_file_or_pipe_gets_the_clock_and_neither_colours_nor_limits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(seconds: float) -> None:
+        raise SystemExit(130)
+
+    monkeypatch.setattr(status_command.time, "sleep", pause)
+    found = Found(tuple(replace(JOB, job=f"job{number}") for number in range(9)))
+    text = run("status", "--rdzv-endpoint=node0", "--watch", found=(found,), LINES="12").out
+    assert "\x1b" not in text and all(f"job{number}: running" in text for number in range(9))
+    assert re.match(r"\d\d:\d\d:\d\d  9 jobs", text)
 
 
 def test_watching_ends_when_nobody_reads_the_screen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,15 +152,17 @@ def test_a_page_with_too_much_of_all_stays_below_a_megabyte_and_says_what_is_mis
         agents.append(agent.end(1_102_000, 1_101_000))
     save(tmp_path / "logs", agents)
     assert run("logs").status == 0
-    size, text = (tmp_path / "report.html").stat().st_size, parts_of(tmp_path / "report.html").text
+    size, parts = (tmp_path / "report.html").stat().st_size, parts_of(tmp_path / "report.html")
     assert 700_000 < size < 1_000_000
+    boxes = {kind: sum(len(found) for row, found in parts.rows if row == kind) for kind, _ in parts.rows}
+    assert boxes["size"] == 1000 and 3000 < boxes["lane"] <= 4000
     for note in (
         "The picture leaves out what took",
         "The picture has the number of workers of the first 1000 of 1101 rounds",
         "The page has 400 of 1101 rounds that ended early, the costliest ones",
         "The page has 300 of 1596 failures, the first ones",
     ):
-        assert note in text, note
+        assert note in parts.text, note
 
 
 def test_a_trace_is_written_besides(run: Run, tmp_path: Path) -> None:
