@@ -66,6 +66,7 @@ class Lane:
     segments: list[Segment]
     rates: list[tuple[float, float]] = field(default_factory=list)  # time, steps per second
     outcome: str = ""  # of its ``end`` event; empty: it has none, so the agent was killed or still runs
+    last: float = 0.0  # when its last event was; ``end`` may be later
     number: int = 0  # of the lane among those with the same name; 0: it is the only one
 
     @property
@@ -226,6 +227,7 @@ def _lane(agent: AgentEvents, lost: dict[FaultKey, float]) -> Lane:
     lane.rates = [(one.at, rate) for one in steps if (rate := one.event.number("steps_per_second")) is not None]
     lane.outcome = next((one.event.text("outcome") or "ended" for one in agent.events if one.event.kind == "end"), "")
     noticed = lost.get((agent.job, segments[-1].round), 0.0)
+    lane.last = lane.end
     if not lane.outcome and noticed > lane.end:  # its death is what the others noticed
         segments.append(Segment(NodeState.UNKNOWN, lane.end, noticed, segments[-1].round))
         lane.end = noticed
@@ -281,9 +283,15 @@ def _number(lanes: Sequence[Lane]) -> None:
     for lane in lanes:
         by_name.setdefault(lane.name, []).append(lane)
     for own in by_name.values():
-        if any(after.begin < before.end for before, after in zip(own, own[1:], strict=False)):
+        pairs = list(zip(own, own[1:], strict=False))
+        if any(after.begin < before.last for before, after in pairs):
             for number, lane in enumerate(own, 1):
                 lane.number = number
+            continue
+        for before, after in pairs:
+            if after.begin < before.end:  # the others noticed the death of an agent when the next one ran already
+                before.end = after.begin
+                before.segments[-1] = replace(before.segments[-1], end=after.begin)
 
 
 # -- faults --------------------------------------------------------------------------------------------------------------------

@@ -146,6 +146,16 @@ def test_agents_with_the_same_name_at_the_same_time_have_two_lanes(tmp_path: Pat
     )
 
 
+def test_an_agent_that_started_before_the_others_noticed_the_death_of_the_last_one_goes_on_in_its_lane(tmp_path: Path) -> None:
+    a, b, b1 = two_nodes()
+    b1.lines = Agent("b-2", "b").state(97, "joining", 62).start(97, 4).spent(130, 4, training=20).end(132, 70).lines
+    found = told(tmp_path, [a, b, b1])  # the last event of b is at 55 s, and a notices at 82 s
+    lost, back = (lane for lane in found.lanes if lane.name == "b")
+    assert (lost.row, back.row) == (("b", 0), ("b", 0))
+    assert lost.end == back.begin == NOON + 62, "no time of a node counts twice"
+    assert lost.segments[-1].state is NodeState.UNKNOWN and lost.segments[-1].end == lost.end
+
+
 def test_agents_of_one_host_that_name_their_nodes_have_these_names(tmp_path: Path) -> None:
     agents = [Agent(f"n-{i}", "host").start(10, 1).spent(20, 1).end(21, 21) for i in range(2)]
     for number, agent in enumerate(agents):
