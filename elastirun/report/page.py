@@ -56,6 +56,7 @@ def _head(story: Story, title: str) -> list[str]:
     """Return what the job was, how it ended, and the large numbers."""
     kind = "good" if "succeeded" in story.outcome else "bad" if "failed" in story.outcome else ""
     tiles = "".join(f"<div><b>{escape(number)}</b><span>{escape(label)}</span></div>" for number, label in words.numbers(story))
+    verdict, colon, why = words.clean(story.outcome).partition(": ")
     command = (
         f'<p class="about"><code>{escape(words.clean(story.about.command, words.MOST_COMMAND))}</code></p>' if story.about.command else ""
     )
@@ -63,7 +64,7 @@ def _head(story: Story, title: str) -> list[str]:
     states = [(state, story.spent.get(state, 0.0)) for state in WORDS]
     return [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="about"><b class="{kind}">{escape(words.clean(story.outcome))}</b> · {escape(words.when(story))}</p>',
+        f'<p class="about"><b class="{kind}">{escape(verdict)}</b>{colon}{escape(why)} · {escape(words.when(story))}</p>',
         command,
         f'<p class="about">{versions}</p>' if versions else "",
         f'<div class="numbers">{tiles}</div>',

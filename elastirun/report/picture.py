@@ -159,6 +159,8 @@ def _ticks(axis: Axis) -> str:
     found = []
     for zoom in ZOOMS:
         for at, text in ticks(axis, TICKS * zoom):
+            if (100 - axis.percent(at)) * zoom < 6:  # percent of a screen that the text needs
+                continue
             found.append(f'<i class="t{zoom}" style="left:{axis.percent(at):.3f}%">{text}</i>')
     return "".join(found)
 

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from elastirun.cli import main
-from tests.report.events import Agent, two_nodes
+from elastirun.report import picture
+from tests.report.events import NOON, Agent, two_nodes
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome", "chrome"))), None)
 Run = Callable[..., SimpleNamespace]
@@ -218,3 +219,17 @@ def test_a_browser_finds_no_error_and_refuses_nothing(run: Run, tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr[-3000:]
     assert done.stdout.count('class="running" style') >= 5
+
+
+@pytest.mark.parametrize(
+    ("took", "count", "expected"),
+    [
+        (72.0, 7, ["22:13:20", "22:13:40", "22:14:00", "22:14:20"]),
+        (0.25, 3, ["22:13:20.0", "22:13:20.1", "22:13:20.2"]),
+        (7200.0, 3, ["23:00", "00:00"]),
+        (30 * 86400.0, 5, ["2023-11-19", "2023-11-25", "2023-12-01", "2023-12-07", "2023-12-13"]),
+        (0.0, 7, ["22:13:20.0"]),
+    ],
+)
+def test_ticks_are_round_times(took: float, count: int, expected: list[str]) -> None:
+    assert [text for _, text in picture.ticks(picture.Axis(NOON, NOON + took), count)] == expected
