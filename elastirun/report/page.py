@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastirun.agent.observe.node_states import WORDS
 from elastirun.report import picture, words
-from elastirun.report.story import Failure, Fault, Loss, Story
+from elastirun.report.story import Loss, Story
 
 MOST_FAILURES = 300  # stacks of the first failures
 MOST_STACKS = 100_000  # characters of all stacks, so that the page stays below 1 MB
@@ -36,9 +36,9 @@ def page(story: Story, left_out: Sequence[str]) -> str:
         drawn,
         _legend(story),
         "<h2>Rounds that ended early, the costliest first</h2>",
-        _faults(story.faults),
+        _faults(story),
         "<h2>Failures and stacks</h2>",
-        *_failures(story.failures),
+        *_failures(story),
         '<h2>Notes</h2><ul class="notes">',
         *(f"<li>{escape(words.clean(one))}</li>" for one in (*words.notes(story, left_out), *not_drawn, *_not_shown(story))),
         "</ul>",
@@ -98,10 +98,10 @@ def _number(number: int) -> str:
     return f'<a class="number" href="#m{number}">{number}</a> ' if number else ""
 
 
-def _faults(faults: Sequence[Fault]) -> str:
-    costliest = sorted(faults, key=lambda fault: fault.number)[: picture.MOST_MARKS]
+def _faults(story: Story) -> str:
+    costliest = sorted(story.faults, key=lambda fault: fault.number)[: picture.MOST_MARKS]
     head = ("", "at", "round", "cause", "reason", "cost", *words.COSTS, "nodes")
-    rows = [(f' id="f{one.number}"', [_number(one.number), *map(escape, words.fault_row(one))]) for one in costliest]
+    rows = [(f' id="f{one.number}"', [_number(one.number), *map(escape, words.fault_row(one, story))]) for one in costliest]
     return _table(head, rows, "faults") if rows else "<p>None did.</p>"
 
 
@@ -121,11 +121,11 @@ def _table(head: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]], name:
     return f'<div class="wide"><table id="{name}"><thead><tr>{titles}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
 
 
-def _failures(failures: Sequence[Failure]) -> list[str]:
+def _failures(story: Story) -> list[str]:
     """Return the failures with their stacks, as many as the page has room for."""
     found, left = list[str](), MOST_STACKS
-    for one in failures[:MOST_FAILURES]:
-        title = escape(words.clean(f"{words.moment(one.at)[11:]} {one.name}: {one.title}"))
+    for one in story.failures[:MOST_FAILURES]:
+        title = escape(words.clean(f"{words.point(one.at, story)} {one.name}: {one.title}"))
         lines = "\n".join(words.clean(line, LONGEST_LINE) for line in one.lines)[:left]
         left -= len(lines)
         found.append(f"<details><summary>{title}</summary><pre>{escape(lines) or 'nothing was written'}</pre></details>")

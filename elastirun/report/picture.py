@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from elastirun.agent.observe.node_states import WORDS, NodeState
-from elastirun.report.story import Lane, Round, Segment, Story
-from elastirun.report.words import clean, moment, seconds
+from elastirun.report.story import Fault, Lane, Round, Segment, Story
+from elastirun.report.words import clean, moment, point, seconds
 
 ZOOMS = (1, 4, 16, 64)  # widths of the axis; a wider one is more than browsers draw
 MOST_SEGMENTS = 4000  # boxes of states, of about 110 bytes each; with these limits the page stays below 1 MB
@@ -21,6 +21,7 @@ MOST_RATES = 5000  # points of step rates, of about 15 bytes each
 MOST_LANES = 400  # lanes that are drawn
 MOST_ROUNDS = 1000  # boxes for the number of workers
 MOST_MARKS = 400  # numbered marks, and rows of the table that they lead to: the costliest rounds
+MARK = 2.5  # percent of the width of a screen between two marks
 TICKS = 7  # about so many on the width of a screen
 STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400)  # seconds between ticks
 
@@ -56,29 +57,56 @@ def draw(story: Story) -> tuple[str, list[str]]:
     if any(lane.rates for lane in lanes):
         fastest = max(rate for lane in lanes for _, rate in lane.rates)
         parts.append(_row("rates", f"steps/s, up to {fastest:.3g}", _rates(lanes, rows, fastest, axis)))
-    deep = f"calc({len(rows)} * (var(--lane) + 3px) + 4.5em)"
+    deep = len(rows) * 23 + 61  # pixels from a mark to the end of the lanes, see style.css
     rules = "".join(
-        f"#zoom{z}:checked ~ .scroll .axis {{ --zoom: {z} }} #zoom{z}:checked ~ .scroll .t{z} {{ display: block }} " for z in ZOOMS
+        f"#zoom{z}:checked ~ .scroll .axis {{ --zoom: {z} }} #zoom{z}:checked ~ .scroll :is(.t{z}, "
+        + ", ".join(f".k{lower}" for lower in ZOOMS if lower <= z)
+        + ") { display: block } "
+        for z in ZOOMS
     )
     body = "\n".join(parts)
     return (
         f'<style>{rules}</style><div class="picture" id="timeline">{zooms}'
-        f'<div class="scroll" tabindex="0"><div class="axis" style="--deep: {deep}">\n{body}\n</div></div></div>'
+        f'<div class="scroll" tabindex="0"><div class="axis" style="--deep: {deep}px">\n{body}\n</div></div></div>'
     ), left_out
 
 
 def fitted(lanes: Sequence[Lane]) -> tuple[list[Lane], list[str]]:
-    """Return the lanes as far as they fit into the limits, and what is left out, for people. Short states are left out first."""
+    """Return the lanes as far as they fit into the limits, and what is left out, for people. Short states are merged."""
     found, left_out = [*lanes[:MOST_LANES]], list[str]()
     if len(lanes) > MOST_LANES:
         left_out.append(f"The picture shows the first {MOST_LANES} of {len(lanes)} agents; the tables have all.")
-    lengths = sorted((one.seconds for lane in found for one in lane.segments), reverse=True)
-    if len(lengths) > MOST_SEGMENTS:
-        shortest = lengths[MOST_SEGMENTS]
-        found = [replace(lane, segments=[one for one in lane.segments if one.seconds > shortest]) for lane in found]
-        left_out.append(f"The picture leaves out what took {seconds(shortest)} or less; the tables have all.")
+    shortest = sum(lane.end - lane.begin for lane in found) / MOST_SEGMENTS / 8
+    while sum(len(lane.segments) for lane in found) > MOST_SEGMENTS:
+        found = [replace(lane, segments=merged(lane.segments, shortest)) for lane in found]
+        merges = f"The picture merges neighbouring states shorter than {seconds(shortest)}, into the longest of them; the tables have all."
+        left_out, shortest = [*left_out[: len(lanes) > MOST_LANES], merges], 2 * shortest
     every = math.ceil(sum(len(lane.rates) for lane in found) / MOST_RATES)
     return [replace(lane, rates=lane.rates[::every]) if every > 1 else lane for lane in found], left_out
+
+
+def merged(segments: Sequence[Segment], shortest: float) -> list[Segment]:
+    """Return the segments, with neighbours below ``shortest`` seconds as one, in the state of the longest of them."""
+    groups: list[list[Segment]] = []
+    for one in segments:
+        joins = groups and one.seconds < shortest and groups[-1][-1].seconds < shortest
+        if joins and groups[-1][-1].end - groups[-1][0].begin < shortest:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return [replace(max(group, key=lambda one: one.seconds), begin=group[0].begin, end=group[-1].end) for group in groups]
+
+
+def shown_from(faults: Sequence[Fault], axis: Axis) -> dict[int, int]:
+    """Return from which zoom on the mark of each fault is shown, by its number: the costliest first, and none upon another."""
+    found, places = dict[int, int](), list[float]()
+    for zoom in ZOOMS:
+        for fault in faults:
+            place = axis.percent(fault.at)
+            if fault.number not in found and all(abs(place - other) * zoom >= MARK for other in places):
+                found[fault.number] = zoom
+                places.append(place)
+    return found
 
 
 def color(number: int) -> str:
@@ -126,11 +154,12 @@ def _state(one: Segment, axis: Axis) -> str:
 
 
 def _marks(story: Story, axis: Axis) -> str:
-    """Return a numbered mark for each round that ended early. Where two meet, the costlier one is in front."""
-    worst = sorted(story.faults, key=lambda fault: -fault.number)[-MOST_MARKS:]
+    """Return a numbered mark for each round that ended early. Where two meet, the costlier one is shown, or that of a link."""
+    worst = sorted(story.faults, key=lambda fault: fault.number)[:MOST_MARKS]
+    zooms = shown_from(worst, axis)
     return "".join(
-        f'<a id="m{one.number}" href="#f{one.number}" style="left:{axis.percent(one.at):.3f}%" '
-        f'title="{escape(clean(f"{moment(one.at)[11:]} {one.cause}, cost {seconds(one.seconds)}: {one.reason}", 150))}">{one.number}</a>'
+        f'<a class="k{zooms.get(one.number, 0)}" id="m{one.number}" href="#f{one.number}" style="left:{axis.percent(one.at):.3f}%" '
+        f'title="{escape(clean(f"{point(one.at, story)} {one.cause}, cost {seconds(one.seconds)}: {one.reason}", 150))}">{one.number}</a>'
         for one in worst
     )
 

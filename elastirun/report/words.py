@@ -37,6 +37,12 @@ def moment(at: float) -> str:
     return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
+def point(at: float, story: Story) -> str:
+    """Return a time in UTC, with its day if the job ran on several."""
+    one_day = moment(story.begin)[:10] == moment(story.end)[:10]
+    return moment(at)[11 if one_day else 5 :]
+
+
 def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
@@ -83,9 +89,9 @@ def worst(story: Story) -> str:
     loss = story.losses[0]
     cost, longest = f"{seconds(loss.seconds)} of the nodes' time ({share(loss.seconds, story.total)})", loss.longest
     if not longest.number:
-        where = f"the longest on {clean(longest.why)} at {moment(longest.at)[11:]}, {seconds(longest.seconds)}"
+        where = f"the longest on {clean(longest.why)} at {point(longest.at, story)}, {seconds(longest.seconds)}"
         return f"Most was lost to {loss.what}: {cost}; {where}."
-    costliest = f"the costliest at {moment(longest.at)[11:]}, {seconds(longest.seconds)}: {clean(longest.why)}"
+    costliest = f"the costliest at {point(longest.at, story)}, {seconds(longest.seconds)}: {clean(longest.why)}"
     return f"Most was lost because {loss.what}, {times(loss.count)}: {cost}; {costliest}."
 
 
@@ -113,13 +119,13 @@ def loss_row(loss: Loss, story: Story) -> list[str]:
     longest, where = loss.longest, "" if loss.longest.number else f", {clean(loss.longest.why, 60)}"
     return [
         *(loss.what, seconds(loss.seconds), share(loss.seconds, story.total), str(loss.count)),
-        f"{seconds(longest.seconds)} at {moment(longest.at)[11:]}{where}",
+        f"{seconds(longest.seconds)} at {point(longest.at, story)}{where}",
     ]
 
 
-def fault_row(fault: Fault) -> list[str]:
+def fault_row(fault: Fault, story: Story) -> list[str]:
     """Return the cells of a fault."""
     stopped = sum(fault.cost.get(state, 0.0) for state in (NodeState.HANGING, NodeState.STOPPING, NodeState.RESTARTING))
     others = (fault.cost.get(state, 0.0) for state in (NodeState.STARTING, NodeState.REPEATED))
     parts = [fault.seconds, fault.until_end, stopped - fault.until_end, *others]
-    return [moment(fault.at)[11:], str(fault.round), fault.cause, clean(fault.reason), *map(seconds, parts), str(fault.nodes)]
+    return [point(fault.at, story), str(fault.round), fault.cause, clean(fault.reason), *map(seconds, parts), str(fault.nodes)]

@@ -14,10 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastirun.agent.observe.node_states import NodeState
 from elastirun.cli import main
 from elastirun.report import picture
+from elastirun.report.story import Fault, Segment
 from tests.report.events import NOON, Agent, two_nodes
 
+RUNNING, STOPPING, RESTARTING, STARTING = NodeState.RUNNING, NodeState.STOPPING, NodeState.RESTARTING, NodeState.STARTING
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome", "chrome"))), None)
 Run = Callable[..., SimpleNamespace]
 
@@ -122,7 +125,7 @@ def test_rows_and_marks_have_the_same_numbers_the_costliest_first(run: Run, tmp_
     save(tmp_path / "logs")
     run("logs")
     text, parts = (tmp_path / "report.html").read_text(), parts_of(tmp_path / "report.html")
-    assert [one for one in parts.ids if one[0] in "fm" and one[1:].isdigit()] == ["m3", "m2", "m1", "f1", "f2", "f3"]
+    assert [one for one in parts.ids if one[0] in "fm" and one[1:].isdigit()] == ["m1", "m2", "m3", "f1", "f2", "f3"]
     assert re.search(r'<tr id="f1"><td><a class="number" href="#m1">1</a> </td><td>22:14:10</td><td>1</td><td>failure</td>', text)
     (lost,) = re.findall(r"<tr><td>a worker failed</td>.*", text)
     assert '<i class="stopping" style="width:33.33%"></i><i class="restarting" style="width:25.00%"></i>' in lost, "colours of the picture"
@@ -156,9 +159,9 @@ def test_a_page_with_too_much_of_all_stays_below_a_megabyte_and_says_what_is_mis
     size, parts = (tmp_path / "report.html").stat().st_size, parts_of(tmp_path / "report.html")
     assert 700_000 < size < 1_000_000
     boxes = {kind: sum(len(found) for row, found in parts.rows if row == kind) for kind, _ in parts.rows}
-    assert boxes["size"] == 1000 and 3000 < boxes["lane"] <= 4000
+    assert boxes["size"] == 1000 and 2000 < boxes["lane"] <= 4000
     for note in (
-        "The picture leaves out what took",
+        "The picture merges neighbouring states shorter than",
         "The picture has the number of workers of the first 1000 of 1101 rounds",
         "The page has 400 of 1101 rounds that ended early, the costliest ones",
         "The page has 300 of 1596 failures, the first ones",
@@ -219,6 +222,25 @@ def test_a_browser_finds_no_error_and_refuses_nothing(run: Run, tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr[-3000:]
     assert done.stdout.count('class="running" style') >= 5
+
+
+def test_short_neighbours_are_merged_into_the_longest_of_them_and_no_time_is_left_out() -> None:
+    ends = [0, 100, 101, 103, 104, 200, 201, 300]
+    states = [RUNNING, STOPPING, RESTARTING, STARTING, RUNNING, STOPPING, RUNNING]
+    segments = [Segment(state, begin, end, 1) for state, begin, end in zip(states, ends, ends[1:], strict=False)]
+    assert [(one.state, one.begin, one.end) for one in picture.merged(segments, 10)] == [
+        (RUNNING, 0, 100),
+        (RESTARTING, 100, 104),
+        (RUNNING, 104, 200),
+        (STOPPING, 200, 201),
+        (RUNNING, 201, 300),
+    ]
+    assert picture.merged(segments, 0.5) == segments and len(picture.merged(segments, 1000)) == 1
+
+
+def test_of_marks_that_meet_the_costliest_is_shown_and_the_others_at_a_larger_zoom() -> None:
+    faults = [Fault(0, number, at, "failure", "", "", number=number) for number, at in enumerate((50.0, 51.0, 50.2, 20.0, 50.0), 1)]
+    assert picture.shown_from(faults, picture.Axis(0, 100)) == {1: 1, 4: 1, 2: 4, 3: 16}
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ def test_each_fault_has_the_cost_of_its_restart_its_start_and_the_steps_done_aga
     assert found.losses == sorted(found.losses, key=lambda loss: -loss.seconds)
     assert [(fault.round, fault.number) for fault in found.faults] == [(1, 1), (2, 2), (3, 3)], "the costliest is 1"
     assert faults[1].until_end == 4.0, "2 s on each node"
-    assert words.fault_row(faults[1])[4:] == ["21.0 s", "4.0 s", "10.0 s", "4.0 s", "3.0 s", "2"]
+    assert words.fault_row(faults[1], found)[4:] == ["21.0 s", "4.0 s", "10.0 s", "4.0 s", "3.0 s", "2"]
+    days = told(tmp_path / "days", [*two_nodes(), Agent("z-1", "z").start(100_000, 9).spent(100_020, 9).end(100_021, 21)])
+    assert words.fault_row(faults[1], days)[0] == "11-14 22:14:10", "with the day, if there are several"
     waited = next(loss for loss in found.losses if loss.what == "waiting for nodes").longest
     assert (waited.at, waited.seconds, waited.why, waited.number) == (NOON + 2, 8.0, "a", 0)
 
@@ -347,6 +349,6 @@ def test_whatever_the_fields_are_there_is_a_story(seed: int) -> None:
     for lane in found.lanes:
         assert all(one.end == after.begin for one, after in zip(lane.segments, lane.segments[1:], strict=False))
         assert sum(one.seconds for one in lane.segments) == pytest.approx(lane.end - lane.begin, abs=0.01)
-    texts = [*words.summary(found), *words.notes(found, []), *(cell for fault in found.faults for cell in words.fault_row(fault))]
+    texts = [*words.summary(found), *words.notes(found, []), *(cell for fault in found.faults for cell in words.fault_row(fault, found))]
     assert all(text.isprintable() for text in texts)
     assert len(page.page(found, [])) > 1000 and json.loads(trace.trace(found))["traceEvents"]

@@ -177,7 +177,7 @@ def check_report(folder: Path) -> list[str]:
     told = story.tell(clocks.align(reader.read([str(folder / "logs")]).events))
     print("\n" + "\n".join(words.summary(told)))
     for fault in told.faults:
-        print("  ".join(words.fault_row(fault)))
+        print("  ".join(words.fault_row(fault, told)))
     causes = {cause: sum(fault.cause == cause for fault in told.faults) for cause in EXPECTED}
     wrong = [] if causes == EXPECTED else [f"the report has {causes} faults, not {EXPECTED}"]
     wrong += [f"the fault of round {fault.round} has no cost" for fault in told.faults if fault.seconds <= 0]
