@@ -23,11 +23,6 @@ def open_closed() -> None:
             _redirect_to_null(name)
 
 
-def wants_colours(fd: int) -> bool:
-    """Return whether ``fd`` is a terminal that shows colours, and NO_COLOR does not ask for none (https://no-color.org)."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and os.isatty(fd)
-
-
 def write(name: str, text: str) -> OSError | None:
     """Write ``text`` to the stream ``name`` ("stdout" or "stderr") and flush it.
 

@@ -15,8 +15,8 @@ from dataclasses import asdict
 
 import click
 
-from elastirun import standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
+from elastirun.agent.output.agent_lines import shows_colours
 from elastirun.agent.processes.preload import keep_warm
 from elastirun.agent.status.reader import UNNAMED, Found, StatusReader, Target
 from elastirun.agent.status.screen import painted, screen, watched
@@ -143,13 +143,13 @@ def _show_again(found: Found, target: Target, as_json: bool, every: float) -> in
         return show(f"{CLEAR}{head}\n\n{text}")
     size = shutil.get_terminal_size()
     shown = watched(found.jobs, head, size.columns, size.lines)
-    return show(CLEAR + (painted(shown) if standard_streams.wants_colours(STDOUT) else shown))
+    return show(CLEAR + (painted(shown) if shows_colours(STDOUT, os.environ) else shown))
 
 
 def _text(found: Found, as_json: bool) -> str:
     if as_json:
         return json.dumps({"v": FORMAT} | asdict(found))
-    return painted(screen(found.jobs)) if standard_streams.wants_colours(STDOUT) else screen(found.jobs)
+    return painted(screen(found.jobs)) if shows_colours(STDOUT, os.environ) else screen(found.jobs)
 
 
 def _kept_warm() -> str:
