@@ -13,7 +13,8 @@ from elastirun.agent.part import WorkerExit
 from elastirun.rendezvous.wire.codec import clip
 
 MOST_RANKS = 16  # that the line names
-LONGEST_WORDS = 160  # characters of an exception
+_RANK_AND_MODULES = re.compile(r"^(\[rank\d+\]: ?)?([a-z_]\w*\.)*")  # in front of the name of an exception
+LONGEST_WORDS = 100  # characters of an exception
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Consequences:
         held = self._logs.held(end.local_rank)
         if held is not None and held.holds:
             held.wait()
-            self._victims.append(Victim(end.rank, end.local_rank, clip(re.sub(r"^\[rank\d+\]: ?", "", last_words(lines)), LONGEST_WORDS)))
+            self._victims.append(Victim(end.rank, end.local_rank, clip(_RANK_AND_MODULES.sub("", last_words(lines)), LONGEST_WORDS)))
 
     def show(self, local_rank: int) -> None:
         """Let the console have the traceback of a worker that ended in another way."""
