@@ -168,6 +168,17 @@ def results_table(run: Run, rows: Sequence[str]) -> str:
     return table([["seconds, unless said otherwise", *heads], *body])
 
 
+def brief_table(run: Run, rows: Sequence[str]) -> str:
+    """Return the table with one column for the better torchrun of each row and one for elastirun with its defaults."""
+    ours = next(name for name in run.launchers if is_ours(name))
+    body = []
+    for row in (row for row in ROWS if row in rows and row in run.results):
+        theirs = [name for name in run.launchers if not is_ours(name)]
+        best = min(theirs, key=lambda name: run.median(row, name) or math.inf)
+        body.append([run.title(row), cell(run, row, best), cell(run, row, ours)])
+    return table([["seconds, unless said otherwise", "torchrun", f"{ours} (of torchrun)"], *body])
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 BLOCK = re.compile(r"(<!-- measured: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -182,13 +193,14 @@ PICTURE = "![Seconds for each event under each launcher](../docs/launcher.svg)"
 def write_page(page: Path, run: Run) -> None:
     """Replace what stands between ``<!-- measured: ROW ... -->`` and ``<!-- end -->``.
 
-    ``conditions``, ``legend`` and ``picture`` among the rows add what they say.
+    ``conditions``, ``legend`` and ``picture`` among the rows add what they say; with ``brief`` the table has three columns.
     """
     page.write_text(BLOCK.sub(lambda found: found[1] + block(run, found[2].split()) + found[4], page.read_text()))
 
 
 def block(run: Run, names: Sequence[str]) -> str:
-    parts = {"conditions": conditions(run), "legend": LEGEND, "": results_table(run, names), "picture": PICTURE}
+    results = brief_table(run, names) if "brief" in names else results_table(run, names)
+    parts = {"conditions": conditions(run), "legend": LEGEND, "": results, "picture": PICTURE}
     return "\n" + "\n\n".join(part for name, part in parts.items() if not name or name in names) + "\n\n"
 
 

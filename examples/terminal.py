@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TRAINS = re.compile(r"epoch +\d+/\d+ .* world size (\d+)")
 WIDTH, LINE = 112, 18  # characters, pixels
+INDENT = " " * 6  # of the later rows of a line
 STYLE = """
 text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #24292f; white-space: pre }
 .back { fill: #f6f8fa; stroke: #d0d7de } .head { fill: #57606a } .W { fill: #9a6700 } .us { fill: #0550ae }
@@ -92,9 +93,11 @@ def draw(lines: list[str]) -> str:
         "<title>The terminal of a node: another one is killed, the others go on within a second, and it comes back</title>",
         f'<style>{STYLE}</style><rect class="back" x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1}" rx="6"/>',
     ]
+    kind = ""
     for at, row in enumerate(rows):
         head = re.match(r"[IWE]\d{4} \S+ \S+ elastirun:", row)
-        kind = "us" if row.startswith(("#", "$")) else row[0] if head else ""
+        if not row.startswith(INDENT):
+            kind = "us" if row.startswith(("#", "$")) else row[0] if head else ""
         text = f'<tspan class="head">{escape(head[0])}</tspan>{escape(row[head.end() :])}' if head else escape(row)
         out.append(f'<text x="12" y="{at * LINE + 26}" xml:space="preserve" class="{kind}">{text}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
@@ -106,7 +109,7 @@ def wrapped(line: str) -> list[str]:
     while len(line) > WIDTH:
         cut = line.rfind(" ", 0, WIDTH)
         pieces.append(line[:cut])
-        line = "      " + line[cut + 1 :]
+        line = INDENT + line[cut + 1 :]
     return [*pieces, line]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import launcher
 from benchmarks.lab import TORCHRUN, Bench
-from benchmarks.launcher_report import ROWS, Result, Run, cell, conditions, picture, results_table, write_page
+from benchmarks.launcher_report import ROWS, Result, Run, brief_table, cell, conditions, picture, results_table, write_page
 
 
 @pytest.mark.daily(3)
@@ -86,6 +86,12 @@ def test_a_page_gets_the_rows_that_it_names_and_keeps_the_rest(run: Run, tmp_pat
     assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
     rows = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
     assert rows[1:] == [ROWS["kill"].title, "memory (PSS) of 8 idle workers with torch, MiB"]
+
+
+def test_a_brief_table_has_the_better_torchrun_of_each_row_and_ours(run: Run) -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in brief_table(run, ["kill", "node"]).splitlines()]
+    assert rows[0] == ["seconds, unless said otherwise", "torchrun", "elastirun (of torchrun)"]
+    assert rows[2:] == [[ROWS["kill"].title, "4.00", "2.00 (0.50)"], [ROWS["node"].title, cell(run, "node", "torchrun"), "6.00"]]
 
 
 def test_the_picture_has_each_row_that_is_seconds_and_says_what_never_came(run: Run) -> None:
