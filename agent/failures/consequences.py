@@ -38,7 +38,9 @@ class Consequences:
         held = self._logs.held(end.local_rank)
         if held is not None and held.holds:
             held.wait()
-            self._victims.append(Victim(end.rank, end.local_rank, clip(_RANK_AND_MODULES.sub("", last_words(lines)), LONGEST_WORDS)))
+            self._victims.append(
+                Victim(end.rank, end.local_rank, clip(_RANK_AND_MODULES.sub("", last_words(lines)).partition(". ")[0], LONGEST_WORDS))
+            )
 
     def show(self, local_rank: int) -> None:
         """Let the console have the traceback of a worker that ended in another way."""
@@ -50,6 +52,7 @@ class Consequences:
         victims, self._victims = self._victims, []
         if victims and cause_is_unknown:
             self.show(victims.pop(0).local_rank)
+        victims.sort(key=lambda victim: victim.rank)
         paths = []
         for victim in victims:
             if (held := self._logs.held(victim.local_rank)) is not None:

@@ -99,3 +99,39 @@ def test_the_failure_report_is_an_object_in_json(nodes: Cluster) -> None:
     said = [json.loads(line) for line in nodes.out(1).splitlines()]
     assert said[-1]["level"] == "error" and said[-1]["node"] == "gpu-7" and "Root Cause" in said[-1]["message"]
     assert without_heads(nodes.out(1)) == nodes.out(1)
+
+
+def test_a_worker_a_node_and_the_host_of_the_store_are_lost_within_forty_lines(nodes: Cluster) -> None:
+    nodes.script.write_text(WORKER + LOSES)
+    agents = [nodes.agent(i, "--last-call=0.5", "--max-restarts=1", nproc=2) for i in (1, 2, 3)]
+    before = nodes.round(6)
+
+    def lose(of: int, but: int = -1) -> None:
+        """Let the workers of node ``of`` lose their peers."""
+        for worker in before:
+            if worker.env["ELASTIRUN_AGENT"].startswith(f"{agents[of].pid}-") and worker.pid != but:
+                worker.tell("lose")
+
+    victim = next(worker for worker in before if worker.env["ELASTIRUN_AGENT"].startswith(f"{agents[1].pid}-"))
+    victim.tell("kill 9")
+    for i in range(3):
+        lose(i, but=victim.pid)
+    before = nodes.round(6, after=before[0].round)
+    agents[2].kill()
+    for i in range(2):
+        lose(i)
+    before = nodes.round(4, after=before[0].round)
+    agents[0].kill()
+    lose(1)
+    before = nodes.round(2, after=before[0].round)
+    for worker in before:
+        worker.tell("exit 0")
+    assert nodes.ends(agents[1]) == 0
+    out = nodes.out(2)
+    assert len(out.splitlines()) <= 40 and "Traceback" not in out, out
+    for told in (
+        "failed (SIGKILL, sent from outside)",
+        "was lost: its agent died",
+        "which hosted the rendezvous store, was lost; the store moves",
+    ):
+        assert told in out, out
