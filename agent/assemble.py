@@ -169,7 +169,7 @@ def _logs(
     """Return the logs of the workers, and of the events."""
     logs = RunLogs(config.logs, config.run_id, row.name, console, selector, min(LOGS_LIMIT, 0.4 * config.timing.expire))
     stack.callback(logs.close)
-    also = console.say if config.logs.event_log == "console" else None
+    also = console.err.write_line if config.logs.event_log == "console" else None
     spans = tracing.begin(environ, config.run_id, row.name, logs.disk.notice)
     if spans is not None:
         stack.callback(spans.close)

@@ -132,9 +132,14 @@ def open_port(endpoint: Endpoint, option: str) -> socket.socket:
     return listener
 
 
+def address_of(listener: socket.socket) -> str:
+    """Return the numeric address on which the socket listens, a link-local one with its interface."""
+    return tcp_wire.numeric(listener.getsockname())
+
+
 def listens_everywhere(listener: socket.socket) -> bool:
     """Return whether the socket listens on every interface."""
-    return ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_unspecified
+    return ipaddress.ip_address(address_of(listener)).is_unspecified
 
 
 def advertised_address(store_address: str, port: int) -> str:
@@ -208,7 +213,7 @@ def probe(address: str, port: int, timeout: float) -> str | None:
 def _look_up(host: str) -> tuple[tuple[str, ...], bool]:
     """Return the addresses of ``host``, and whether these are our real addresses in place of the loopback (see ``resolve``)."""
     try:
-        found = {_numeric(sockaddr) for *_, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        found = {tcp_wire.numeric(sockaddr) for *_, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, ValueError):  # ValueError: not a host name (a label too long, a NUL)
         return (), False
     # DNS may rotate its answer. The order is fixed, because two agents on one machine must try to host on the same address.
@@ -220,13 +225,6 @@ def _look_up(host: str) -> tuple[tuple[str, ...], bool]:
         return outside, False
     real = _real_addresses()
     return (real, True) if real else (addresses, False)
-
-
-def _numeric(sockaddr: tuple[str | int | bytes, ...]) -> str:
-    """Return the address in a result of getaddrinfo or getsockname, with the scope that a link-local address needs."""
-    address = str(sockaddr[0])
-    scope = int(sockaddr[3]) if len(sockaddr) == 4 else 0
-    return f"{address}%{socket.if_indextoname(scope)}" if scope and "%" not in address else address
 
 
 def _order(address: str) -> tuple[int, bool, int, str]:
@@ -303,7 +301,7 @@ def _route_source(address: str, port: int) -> str | None:
         family, sockaddr = _sockaddr(address, port)
         with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:
             probe_socket.connect(sockaddr)
-            return _numeric(probe_socket.getsockname())
+            return tcp_wire.numeric(probe_socket.getsockname())
     except OSError:
         return None
 

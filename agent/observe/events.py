@@ -19,6 +19,7 @@ from elastirun.rendezvous.wire import actions
 from elastirun.rendezvous.wire.records import Blame, ExitRecord, RoundRecord
 
 FORMAT = 1  # raised when a field changes its meaning
+OF_WORKERS = ("worker_exit", "failure")  # events whose source is a worker, in torchrun's words
 
 
 class Event:
@@ -252,9 +253,10 @@ class End(Event, kind="end"):
 
 
 class EventLog:
-    """Appends to ``file`` (None: no file), hands each line to ``also`` (the console, when asked for), and each event to ``spans``.
+    """Appends to ``file`` (None: no file), hands each event to ``also`` and to ``spans``.
 
-    ``spans`` gets the event and its time in seconds since the epoch.
+    ``also`` (the console, when asked for) gets the event as a line in torchrun's form; ``spans`` gets the event and its time in
+    seconds since the epoch.
     """
 
     def __init__(
@@ -272,11 +274,12 @@ class EventLog:
         """Write one line. A disk that is full or hangs loses the line and does not stop the job."""
         now = time.time()
         when = {"v": FORMAT, "time": now, "mono": time.monotonic()}
-        line = json.dumps({**when, "event": event.kind, "node": self._node, "name": self._name, **vars(event)})
+        named = {"node": self._node, "name": self._name, **vars(event)}
+        line = json.dumps({**when, "event": event.kind, **named})
         if self._file is not None:
             self._file.write(line.encode() + b"\n")
         if self._also is not None:
-            self._also(line)
+            self._also(torchrun_line(event.kind, now, named))
         if self._spans is not None:
             self._spans(event, now)
 
@@ -284,6 +287,12 @@ class EventLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def torchrun_line(kind: str, now: float, metadata: Mapping[str, object]) -> str:
+    """Return an event in the form of torchrun's, which ``Event.deserialize`` of torch reads. ``now``: in seconds since the epoch."""
+    source = "WORKER" if kind in OF_WORKERS else "AGENT"
+    return json.dumps({"name": kind, "source": source, "timestamp": int(now * 1000), "metadata": metadata})
 
 
 class RoundEvents(Part):

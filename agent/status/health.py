@@ -173,7 +173,7 @@ def serve(parts: Parts, selector: selectors.BaseSelector, say: Callable[[str], N
             raise
         say(f"warning: PET_HEALTH_PORT is ignored with --standalone: {error}")
         return lambda: None
-    address, port = listening.getsockname()[:2]
+    address, port = net.address_of(listening), listening.getsockname()[1]
     say(f"health port: {f'port {port} of {EVERYWHERE}' if net.listens_everywhere(listening) else Endpoint(address, port)}")
     snapshots = Snapshots(selector, lambda: snapshot(parts, clock.now()))
     try:

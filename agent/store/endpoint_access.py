@@ -220,7 +220,7 @@ class EndpointAccess(StoreAccess):
         if listening is not None:
             found = net.resolve(endpoint.host)
             self._reached = (found[0] if found else "127.0.0.1", endpoint.port)
-            self._served_at = "" if net.listens_everywhere(listening) else listening.getsockname()[0]
+            self._served_at = "" if net.listens_everywhere(listening) else net.address_of(listening)
             if not self._served_at:
                 self.notices.append(f"warning: the rendezvous store listens on {EVERYWHERE}: {why_everywhere(endpoint, found)}")
         return listening

@@ -188,7 +188,8 @@ class MemoryAccess(StoreAccess):
             except StartError as error:
                 self._host_failed = self._host_failed or (clock.now(), str(error))
                 raise StoreError(str(error)) from None
-        self._reached = self._worker_socket.getsockname()[:2] if self._worker_socket else ("127.0.0.1", 0)
+        own = self._worker_socket
+        self._reached = (net.address_of(own), own.getsockname()[1]) if own else ("127.0.0.1", 0)
         self._find_node_address(*self._reached)
         return MemoryStore(self._data)
 

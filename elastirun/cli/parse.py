@@ -355,12 +355,14 @@ class RdzvConf:
     """The keys of ``--rdzv-conf`` that have an effect here. None: not given. Times are in seconds."""
 
     join_timeout: float | None = None
+    timeout: float | None = None  # torchrun's name for the join timeout with its static and etcd backends
     last_call: float | None = None
     keep_alive_interval: float | None = None
     keep_alive_max_attempt: int | None = None
     is_host: bool | None = None
     rank: int | None = None
     etcd: tuple[tuple[str, str], ...] = ()  # (key, value) for the etcd backend, with keys of ``ETCD_KEYS``
+    unknown: tuple[str, ...] = ()  # keys with no meaning here, each with a hint: ``'use_libuv'`` in quotes
 
 
 ETCD_PORT = 2379  # etcd's default for clients
@@ -371,15 +373,12 @@ ETCD_ALIASES = {"ca_cert": "cacert", "ssl_cert": "cert", "ssl_cert_key": "key", 
 
 
 def rdzv_conf(text: str) -> RdzvConf:
-    """Parse ``key=value,key=value``. The last value counts when a key is given twice."""
-    given = {ETCD_ALIASES.get(key, key): value for key, value in key_values(text, "join_timeout=300,is_host=1").items()}
+    """Parse ``key=value,key=value``, also within one pair of quotes. The last value counts when a key is given twice."""
+    pairs = key_values(unquoted(text), "join_timeout=300,is_host=1")
+    given = {ETCD_ALIASES.get(key, key): value for key, value in pairs.items()}
     if "password" in given:
         raise ValueError("a password on a command line can be read by everyone on this machine; give password_file=PATH instead")
     known = (*KEYS, *KEYS_WITHOUT_EFFECT, *ETCD_KEYS)
-    for key in given:
-        if key not in known:
-            every = f"; the keys are {', '.join(KEYS)}, and for etcd {', '.join(ETCD_KEYS)}"
-            raise ValueError(f"no key {quote(key)}{nearest(key, known) or every}")
 
     def read(key: str, parser: Callable[[str], T]) -> T | None:
         try:
@@ -391,16 +390,23 @@ def rdzv_conf(text: str) -> RdzvConf:
     for key in KEYS_WITHOUT_EFFECT:
         read(key, positive)
     read("store_type", _store_type)
-    join_timeout, timeout = read("join_timeout", positive), read("timeout", positive)
     return RdzvConf(
-        join_timeout=timeout if join_timeout is None else join_timeout,
+        join_timeout=read("join_timeout", positive),
+        timeout=read("timeout", positive),
         last_call=read("last_call_timeout", seconds()),
         keep_alive_interval=read("keep_alive_interval", positive),
         keep_alive_max_attempt=read("keep_alive_max_attempt", integer(1)),
         is_host=read("is_host", boolean),
         rank=read("rank", integer(0)),
         etcd=tuple((key, value) for key, value in given.items() if key in ETCD_KEYS),
+        unknown=tuple(quote(key) + nearest(key, known) for key in given if key not in known),
     )
+
+
+def unquoted(text: str) -> str:
+    """Return ``text`` without one pair of quotes around the whole: lists of arguments in YAML often keep the quotes of a shell."""
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def key_values(text: str, example: str) -> dict[str, str]:

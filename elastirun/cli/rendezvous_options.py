@@ -42,8 +42,7 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
     store = _store(options, conf, backend, max_nodes=asked[1])
     static = backend == "static" and store.endpoint is not None
     min_nodes, max_nodes = _node_limits(options, store, static, *asked)
-    for key, _ in () if store.etcd else conf.etcd:
-        options.warn(f"{options.label('rdzv_conf')}: {key} has no effect, it is for etcd")
+    _warn_of_conf(options, conf, store, max_nodes)
     node_rank = _node_rank(options, conf, static, max_nodes)
     port_option = "rdzv_endpoint" if options.has_text("rdzv_endpoint") else "master_port"
     meet_at_endpoint = store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1"
@@ -62,6 +61,22 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         run_id=_run_id(options, facts, store, static, max_nodes),
         store_succession=succession,
     )
+
+
+def _warn_of_conf(options: GivenOptions, conf: parse.RdzvConf, store: _Store, max_nodes: int) -> None:
+    """Warn of keys of --rdzv-conf without effect. torchrun ignores them silently."""
+    label = options.label("rdzv_conf")
+    for key, _ in () if store.etcd else conf.etcd:
+        options.warn(f"{label}: {key} has no effect, it is for etcd")
+    if conf.timeout is not None and max_nodes > 1 and not reads_timeout(options):
+        options.warn(f"{label}: timeout has no effect with c10d, as under torchrun; write join_timeout for how long to wait for nodes")
+    for key in conf.unknown:
+        options.warn(f"{label}: {key} has no effect: elastirun has no such key")
+
+
+def reads_timeout(options: GivenOptions) -> bool:
+    """Tell whether the key ``timeout`` of --rdzv-conf counts. Torch reads it for static, its default, and for etcd, but not for c10d."""
+    return not (options.flag("standalone") or options.is_given("rdzv_backend") and options.text("rdzv_backend") == "c10d")
 
 
 # --- detection

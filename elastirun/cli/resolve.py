@@ -16,7 +16,7 @@ from pathlib import Path
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.cli.options import BY_DEST, KEYS, OPTIONS
-from elastirun.cli.rendezvous_options import resolve_rendezvous
+from elastirun.cli.rendezvous_options import reads_timeout, resolve_rendezvous
 from elastirun.config import NO_FILES, Command, Endpoint, LaunchConfig, LogPolicy, Preload, RendezvousConfig, StdMap, Timing
 from elastirun.errors import StartError, UsageError
 from elastirun.mesh import Mesh
@@ -49,7 +49,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
     _warn_of_late_options(options, script)
     options.read("monitor_interval", parse.seconds(0.0, above=True))
     options.read("start_method", parse.choice("spawn", "fork", "forkserver"))
-    if options.text("logs_specs"):
+    if options.text("logs_specs") not in (None, "", "default"):
         raise UsageError(f"{options.label('logs_specs')}: another layout of the logs is not built yet in this version; leave it out")
     signals, forward_signals = _signals(options, "signals_to_handle"), _signals(options, "forward_signals")
     twice = sorted({*signals} & {*forward_signals})
@@ -216,10 +216,13 @@ def _timing(options: GivenOptions, conf: parse.RdzvConf, static: bool) -> Timing
         return [] if value is None else [_Candidate(f"{options.label('rdzv_conf')} {key}", options.origin("rdzv_conf"), value)]
 
     join, why = (STATIC_JOIN_TIMEOUT, "the static backend") if static else (Timing.join_timeout, "")
+    in_conf_join = in_conf("join_timeout", conf.join_timeout)
+    if not in_conf_join and reads_timeout(options):
+        in_conf_join = in_conf("timeout", conf.timeout)
     expire = _choose(options, "expire", Timing.expire, *in_conf("keep_alive", _expire_of_torchrun(options, conf)), low=SHORTEST_EXPIRE)
     grace = _grace(options)
     timing = Timing(
-        join_timeout=_choose(options, "join_timeout", join, *in_conf("join_timeout", conf.join_timeout), why=why, above=True),
+        join_timeout=_choose(options, "join_timeout", join, *in_conf_join, why=why, above=True),
         last_call=_choose(options, "last_call", Timing.last_call, *in_conf("last_call_timeout", conf.last_call)),
         beat=min(Timing.beat, expire / 4, conf.keep_alive_interval or Timing.beat),
         expire=expire,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores import tcp, tcp_wire
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
@@ -22,7 +22,7 @@ TORCH_TIMEOUT = 15.0  # seconds, for the handshake of torch's client, which conn
 
 def serve(listening: socket.socket) -> Any:
     """Serve a TCPStore on a bound, listening socket, which the server then owns. The server ends when the returned object is deleted."""
-    host, port = listening.getsockname()[:2]
+    host, port = tcp_wire.numeric(listening.getsockname()), listening.getsockname()[1]
     begin = partial(
         tcp_store_class(),
         ANY.get(host, host),
@@ -44,7 +44,7 @@ class ServedStore:
     """A TCPStore that this process serves on a bound, listening socket, until ``close``. Errors: ``StoreError``."""
 
     def __init__(self, listening: socket.socket) -> None:
-        host, self.port = listening.getsockname()[:2]
+        host, self.port = tcp_wire.numeric(listening.getsockname()), listening.getsockname()[1]
         self._address = ANY.get(host, host)
         try:
             self._server = serve(listening)

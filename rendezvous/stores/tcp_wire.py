@@ -25,6 +25,13 @@ NEVER_WAITS = 8192  # bytes that a connection takes without waiting when all bef
 SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests and answers
 
 
+def numeric(sockaddr: tuple[str | int | bytes, ...]) -> str:
+    """Return the address in a result of getaddrinfo or getsockname, with the scope that a link-local address needs."""
+    address = str(sockaddr[0])
+    scope = int(sockaddr[3]) if len(sockaddr) == 4 else 0
+    return f"{address}%{socket.if_indextoname(scope)}" if scope and "%" not in address else address
+
+
 def hello(nonce: bytes) -> bytes:
     """Return the beginning of a connection. The server answers with the ``nonce``, of four bytes."""
     return HELLO + b"\x0d" + nonce

@@ -269,6 +269,7 @@ for nic in docker0:172.17.0.1/16 fast:10.78.0.1/24 main:10.79.0.1/24; do
     ip link set far-${nic%%:*} up
 done
 ip address add fd77::1/64 dev main nodad
+ip address add fe80::77/64 dev main nodad
 ip route add default via 10.79.0.254
 mount --bind "$1" /etc/hosts
 exec "$2" -c "$3"
@@ -278,12 +279,14 @@ import json, psutil
 from pathlib import Path
 from elastirun.agent.host.net import *
 from elastirun.config import Endpoint
+from elastirun.rendezvous.stores.tcp_server import ServedStore
 
 def host(name, is_host=None):
     found = open_host_socket(Endpoint(name, 0), is_host)
     return found and found.getsockname()[0]
 
 link_local = next(a.address for a in psutil.net_if_addrs()["main"] if a.address.startswith("fe80"))
+served = ServedStore(open_host_socket(Endpoint("fe80::77%main", 0), None))
 names = ("hidden", "second-nic", "neighbour", "six", "fd77::2")
 facts = {
     "resolve": {n: resolve(n) for n in names},
@@ -291,6 +294,7 @@ facts = {
     "advertise": {n: advertised_address(resolve(n)[0], 29500) for n in (*names, "8.8.8.8")},
     "interface": {n: interface_of(n) for n in ("hidden", "10.78.0.1", "second-nic", "fd77::1", "172.17.0.1", "neighbour")},
     "link_local": [interface_of(link_local), interface_of(link_local.split("%")[0])],
+    "link_local_store": served.connect().put_if("a", None, b"1").decode(),
     "whoami": own_names()[1],
     "unreachable": probe("fd99::1", 5, 10),
 }
@@ -363,6 +367,11 @@ def test_interfaces(facts: dict[str, Any]) -> None:
         "neighbour": None,
     }
     assert facts["link_local"] == ["main", "main"]
+
+
+def test_a_link_local_address_serves_a_store(facts: dict[str, Any]) -> None:
+    """The address is none without its interface: fe80::77%main."""
+    assert facts["link_local_store"] == "1"
 
 
 def test_nonlocal_bind_does_not_make_every_address_ours(facts: dict[str, Any]) -> None:

@@ -258,7 +258,6 @@ BAD = [
     ("--rdzv-endpoint=a:1,b:2 t.py", "--rdzv-endpoint"),
     ("--rdzv-endpoint=http://h:1 t.py", "--rdzv-endpoint"),
     ("--rdzv-conf=a t.py", "--rdzv-conf"),
-    ("--rdzv-conf=join_timout=5 t.py", "join_timeout"),
     ("--rdzv-conf=is_host=perhaps t.py", "is_host"),
     ("--rdzv-conf=store_type=file t.py", "store_type"),
     ("--rdzv-id=" + "x" * 201 + " t.py", "--rdzv-id"),

@@ -187,6 +187,9 @@ def test_node_rank_and_host(line: str, rank: int | None, host: bool | None) -> N
         ("--nnodes=2 --rdzv-id=a --rdzv-backend=c10d --master-addr=h --store-succession=proof t.py", "the job needs node 0"),
         ("--run-path --no-python t.py", "--no-python is ignored"),
         ("--run-path --module t.py", "--module is ignored"),
+        ("--rdzv-conf=use_libuv=0 t.py", "--rdzv-conf: 'use_libuv' has no effect: elastirun has no such key"),
+        ("--rdzv-conf=join_timout=5 t.py", "'join_timout' (did you mean join_timeout?) has no effect"),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-backend=c10d --rdzv-conf=timeout=9 t.py", "timeout has no effect with c10d"),
     ],
 )
 def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> None:
@@ -264,7 +267,7 @@ def test_etcd() -> None:
         ("--module --no-python t", ["--module and --no-python"]),
         ("--grace=5 --shutdown-timeout=6 t.py", ["--grace and --shutdown-timeout"]),
         ("--join-timeout=5 --rdzv-conf=join_timeout=6 t.py", ["--join-timeout and --rdzv-conf join_timeout"]),
-        ("--join-timeout=5 --rdzv-conf=timeout=6 t.py", ["--join-timeout and --rdzv-conf join_timeout"]),
+        ("--join-timeout=5 --rdzv-conf=timeout=6 t.py", ["--join-timeout and --rdzv-conf timeout"]),
         ("--last-call=5 --rdzv-conf=last_call_timeout=6 t.py", ["--last-call and --rdzv-conf last_call_timeout"]),
         ("--expire=5 --rdzv-conf=keep_alive_interval=6 t.py", ["--expire and --rdzv-conf keep_alive"]),
         ("--rdzv-conf=keep_alive_interval=.1,keep_alive_max_attempt=2 t.py", ["--rdzv-conf", "0.2 seconds"]),
@@ -373,6 +376,25 @@ def test_times() -> None:
     assert config_of("--join-timeout=7 t.py", {"PET_RDZV_CONF": "join_timeout=8"}).timing.join_timeout == 7.0
     assert config_of("t.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).timing.grace == 9.0
     assert config_of("--nnodes=2 --node-rank=0 --master-addr=h t.py").timing.join_timeout == 900.0
+
+
+def test_timeout_of_rdzv_conf_counts_where_torch_reads_it() -> None:
+    """Torch reads the key for static, which is its default, and for etcd."""
+    nodes = "--nnodes=2 --rdzv-id=a --rdzv-endpoint=h"
+
+    def join_timeout(line: str, warnings: int = 0) -> float:
+        return config_of(f"{line} t.py", warnings=warnings).timing.join_timeout
+
+    assert join_timeout("--nnodes=2 --node-rank=0 --master-addr=h --rdzv-conf=timeout=9") == 9
+    assert join_timeout(f"{nodes} --rdzv-conf=timeout=9") == join_timeout(f"{nodes} --rdzv-backend=etcd --rdzv-conf=timeout=9") == 9
+    assert join_timeout(f"{nodes} --rdzv-conf=timeout=9,join_timeout=7") == 7
+    assert join_timeout(f"{nodes} --rdzv-backend=c10d --rdzv-conf=timeout=9", warnings=1) == Timing.join_timeout
+    assert join_timeout("--standalone --rdzv-conf=timeout=9") == Timing.join_timeout
+
+
+@pytest.mark.parametrize("line", ["--logs-specs=default t.py", "--logs-specs= t.py"])
+def test_the_default_layout_of_logs_may_be_named(line: str) -> None:
+    assert config_of(line) == config_of("t.py")
 
 
 @pytest.mark.parametrize("line", ["", "--expire=1", "--expire=1.9", "--rdzv-conf=keep_alive_interval=0.4", "--expire=900"])

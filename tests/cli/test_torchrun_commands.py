@@ -290,11 +290,19 @@ EVENTS = ["formed", "round", "worker_exit", "worker_exit", "round_spent", "close
 
 
 def test_events_are_kept_beside_the_logs(shell: Shell) -> None:
+    from torch.distributed.elastic.events import Event, EventSource
+
     run_to_the_end(shell, "--event-log-handler=console")
     path = shell.folder / "logs" / ".latest" / os.uname().nodename / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert [event["event"] for event in events if event["event"] != "state"] == EVENTS
-    assert [json.loads(line.removeprefix("elastirun: ")) for line in shell.nodes.out(1).splitlines() if "{" in line] == events
+    printed = [json.loads(line) for line in shell.nodes.out(1).splitlines() if line.startswith("{")]
+    assert [line["metadata"] | {"v": 1, "event": line["name"], "time": line["timestamp"]} for line in printed] == [
+        {**{key: value for key, value in event.items() if key != "mono"}, "time": int(event["time"] * 1000)} for event in events
+    ]
+    sources = {line["name"]: line["source"] for line in printed}
+    assert (sources["round"], sources["worker_exit"]) == ("AGENT", "WORKER")
+    assert Event.deserialize(json.dumps(printed[0])).source is EventSource.AGENT, "torch's own class reads a line"
 
 
 # --- failures

@@ -92,7 +92,7 @@ def test_the_others_train_on_while_a_new_worker_starts_and_take_it_in_when_it_is
         agent = own_agents.ask(socket)
         assert agent is not None and agent.live == (0, 1, 2)
         said = (tmp_path / "agent1.out").read_text().splitlines()
-        assert [json.loads(line[line.index("{") :])["kept"] for line in said if '"event": "round"' in line] == [[], [0, 2]]
+        assert [json.loads(line[line.index("{") :])["metadata"]["kept"] for line in said if '"name": "round"' in line] == [[], [0, 2]]
         finish(running, tmp_path)
 
 

@@ -45,7 +45,7 @@ def test_a_node_that_fails_twice_sits_out_and_the_spare_takes_its_place(tmp_path
         assert [c.ends(agent) for agent in c.agents] == [0, 0, 0]
         said = c.out(2)
         assert "this node joins again" in said and "the job is decided" in said
-        assert all(f'"event": "{kind}"' in said for kind in ("sits_out", "sat_out", "account")) and '"sitting_out": 0.0' not in said
+        assert all(f'"name": "{kind}"' in said for kind in ("sits_out", "sat_out", "account")) and '"sitting_out": 0.0' not in said
         assert "sits out" not in c.out(1) + c.out(3)
 
 

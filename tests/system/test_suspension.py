@@ -39,7 +39,7 @@ def test_an_agent_that_was_suspended_says_so_and_it_costs_no_restart(nodes: Clus
     again.tell("exit 0")
     assert nodes.ends(agent) == 0, "no restart was spent: there is none"
     assert "this agent stood still for 1" in nodes.out(1) and " s; its workers were ended" in nodes.out(1)
-    assert '"event": "stood_still"' in nodes.out(1) and '"workers_ended": true' in nodes.out(1)
+    assert '"name": "stood_still"' in nodes.out(1) and '"workers_ended": true' in nodes.out(1)
 
 
 def test_the_clock_counts_the_time_of_a_suspension() -> None:
