@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from selectors import EVENT_READ, BaseSelector
 from typing import Protocol
 
 from elastirun import clock
+from elastirun.agent.failures.missing_module import explain_missing_module
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.guard_lease import GuardLease
 from elastirun.agent.hangs.standing import Standing
@@ -39,10 +41,11 @@ from elastirun.agent.status.shared_devices import TwinWarning, devices
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.store.store_access import new_row
 from elastirun.agent.workers.checkpoint_memory import CheckpointMemory
+from elastirun.agent.workers.file_timers import FileTimers
 from elastirun.agent.workers.live_workers import LiveWorkers
 from elastirun.agent.workers.local_socket import LocalSocket
 from elastirun.agent.workers.round_check import RoundCheck
-from elastirun.agent.workers.spec import NodeEnvironment, cpu_sets, worker_like
+from elastirun.agent.workers.spec import NodeEnvironment, command_line, cpu_sets, worker_like
 from elastirun.agent.workers.workers import Workers
 from elastirun.config import LaunchConfig
 from elastirun.rendezvous.wire.events import Changed
@@ -116,18 +119,26 @@ def assemble(
     terminal = os.ttyname(0) if os.isatty(0) else ""
     heard = agent.peers_lost, agent.gathered, agent.runs
     live = stack.enter_context(closing(LiveWorkers(selector, lambda pid: pid in workers.pids, lambda pid: workers.park(pid), *heard)))
-    node = NodeEnvironment(
-        environ, cpu_sets=bound_to, mark=tree.mark, live=live.name, terminal=terminal, socket=socket.path, group=tree.group, files=files
-    )  # completed for each round
     logs, log = _logs(config, environ, row, console, selector, stack)
     if logs.temporary:
         tree.remove_folder_at_end(logs.temporary)
     memory = stack.enter_context(closing(CheckpointMemory(socket, log.write, warn)))
-    tracker = FailureTracker(row.name, logs, warn)
+    tracker = FailureTracker(row.name, logs, warn, _missing_module(config, environ))
+    timers = stack.enter_context(closing(FileTimers(environ, socket.folder, selector, tree.owns, tracker.expect_end, warn)))
+    node = NodeEnvironment(
+        timers.environ,
+        cpu_sets=bound_to,
+        mark=tree.mark,
+        live=live.name,
+        terminal=terminal,
+        socket=socket.path,
+        group=tree.group,
+        files=files,
+    )  # completed for each round
     like = worker_like(config, replace(node, cpus=cpus.usable_cpus()))
     forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, warn, given)))
     callbacks = agent.worker_ended, agent.workers_idle, agent.worker_stuck, tree.owns, tree.worker_reaped
-    workers = Workers(selector, *callbacks, starts=forks.spawn)
+    workers = timers.workers = Workers(selector, *callbacks, starts=forks.spawn)
     session = stack.enter_context(closing(Session.of(config, row, agent.store_failed)))
     selector.register(session, EVENT_READ, agent.store_readable)
     limits, meet = (config.hang_timeout, config.first_step_timeout), partial(meeting, session)
@@ -143,7 +154,7 @@ def assemble(
     guard = GuardLease(config, tree, session)
     twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)
     parts = (
-        *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, memory),
+        *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, timers, memory),
         *(forks, hangs, standing, stragglers, quarantine),
     )
     start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, warn)
@@ -161,6 +172,12 @@ def _socket(tree: ProcessTree, selector: BaseSelector, say: Callable[[str], None
     else:
         say(socket.trouble)
     return socket
+
+
+def _missing_module(config: LaunchConfig, environ: Mapping[str, str]) -> Callable[[Sequence[str]], str]:
+    """Return what explains the last words of a worker that lacks a module. A program without Python has an interpreter of its own."""
+    python = None if config.command.no_python else shutil.which(command_line(config.command, environ)[0])
+    return partial(explain_missing_module, python=python, environ=environ) if python else lambda lines: ""
 
 
 def _logs(

@@ -56,8 +56,11 @@ class FailureTracker(Part):
     ``stopped``: whether the agent has told the round's workers to stop.
     """
 
-    def __init__(self, node: str, logs: RunLogs, warn: Callable[[str], None]) -> None:
-        self._node, self._logs = node, logs
+    def __init__(
+        self, node: str, logs: RunLogs, warn: Callable[[str], None], missing_module: Callable[[Sequence[str]], str] = lambda lines: ""
+    ) -> None:
+        """``missing_module`` returns the note on a worker with these last words that lacks a module; empty: it lacks none."""
+        self._node, self._logs, self._missing_module = node, logs, missing_module
         self._consequences = Consequences(logs, warn)
         self.began: float | None = None
         self.start_round(-1, False)
@@ -69,6 +72,7 @@ class FailureTracker(Part):
         self._held: list[ExitRecord] = []  # those of ``_records`` that do not count if the agent is signalled
         self._leaving = False  # the agent was signalled, so this node leaves
         self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the output of workers that were failing when the agent stopped them
+        self._expected: dict[int, str] = {}  # by local rank: why the worker is about to end by a signal of this agent
         self.hung: set[int] = set()  # local ranks of workers that hang, which are their failures
         self._ended_well: list[WorkerExit] = []
         self._victims_reported = False  # nobody else had failed when the other nodes were told
@@ -135,6 +139,10 @@ class FailureTracker(Part):
         after = round(max(0.0, end.after - seconds), 3)
         self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, end.code, blame, after, limit_lines(stack), note))
 
+    def expect_end(self, local_rank: int, why: str) -> None:
+        """Note that this agent sends the worker a signal that is to end it: the end counts as a failure, with ``why`` as its note."""
+        self._expected[local_rank] = why
+
     def lost_peers(self, end: WorkerExit) -> None:
         """Record as a failure that a worker has lost its peers, although it runs on. ``end``: the end that a kill would give it now.
 
@@ -169,9 +177,12 @@ class FailureTracker(Part):
         """Record the failure of a worker that ended by itself. Returns what it said if it has only lost its peers; else nothing."""
         lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
         unread = self._logs.inherits_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
-        note = "; ".join(filter(None, (self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
+        missing = self._missing_module(error or lines) if end.code > 0 else ""
+        expected = self._expected.get(end.local_rank, "")
+        notes = (expected or self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "", missing)
+        note = "; ".join(filter(None, notes))
         record = make_record(self._node, end, lines, error, note, self._alone or unread)
-        from_outside = may_be_stopped_from_outside(end, error or lines)
+        from_outside = not expected and may_be_stopped_from_outside(end, error or lines)
         self.add(record, SIGNAL_HOLD if from_outside else VICTIM_HOLD if record.blame == Blame.VICTIM else 0.0)
         return (error or lines) if record.blame == Blame.VICTIM else ()
 

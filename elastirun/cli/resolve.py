@@ -29,6 +29,10 @@ MOVE = 3.0  # seconds within which the rendezvous store has moved, once its host
 # Options that elastirun warns of where they stand after the script: few scripts have options with these names.
 WARNED_AFTER_SCRIPT = ("nnodes", "nproc_per_node", "standalone", "rdzv_endpoint", "rdzv_id", "max_restarts")
 STARTED_ONCE = "the job's only worker is never started again (one node, --max-restarts=0)"
+OTHER_VARIABLES = {  # of torchrun's agent, and what to write here
+    "TORCHELASTIC_HEALTH_CHECK_PORT": "write --health-port",
+    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "a worker that SIGKILL does not end makes its node leave the job",
+}
 SHORTEST_EXPIRE = 1.0  # seconds; below this a busy node is taken for a lost one
 
 
@@ -83,6 +87,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         **vars(rendezvous),
     )
     _warn_of_variables(options)
+    _warn_of_torchrun_variables(options)
     named, keep_warm = _modules(options), options.read("keep_warm", parse.duration)
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
     _check_ranks(options, logs, nproc, alone=rendezvous.max_nodes == 1)
@@ -369,6 +374,13 @@ def _warn_of_variables(options: GivenOptions) -> None:
         elif name not in known:
             hint = parse.nearest(name, known).replace("mean ", "mean PET_")
             options.warn(f"PET_{name} has no effect: no option has this variable{hint}")
+
+
+def _warn_of_torchrun_variables(options: GivenOptions) -> None:
+    """Warn of variables of torchrun's agent that have no effect here."""
+    for name, instead in OTHER_VARIABLES.items():
+        if options.environ.get(name):
+            options.warn(f"{name} has no effect: {instead}")
 
 
 def _warn_of_late_options(options: GivenOptions, script: Sequence[str]) -> None:

@@ -9,11 +9,13 @@ import os
 import re
 import selectors
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from elastirun.agent.failures.missing_module import explain_missing_module
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from tests.support.cluster import Cluster, Worker
@@ -37,7 +39,7 @@ KINDS = {  # the failing code, and the lines that the report must have
     "exit": ('print("the true cause", file=sys.stderr)\nsys.exit(3)', "    the true cause", "(exit code 3)"),
     "segfault": ("ctypes.string_at(0)", "  how       : killed by SIGSEGV (signal 11)", "(SIGSEGV)"),
     "abort": ("os.abort()", "  how       : killed by SIGABRT (signal 6)", "(SIGABRT)"),
-    "import": ("import no_such_module", "    ModuleNotFoundError: No module named 'no_such_module'", "(exit code 1)"),
+    "import": ("import no_such_module", "    ModuleNotFoundError: No module named 'no_such_module'", "(exit code 1, a module is missing)"),
     "wrapper": ("", "    cat: /no/such/weights: No such file or directory", "(exit code 1)"),
 }
 
@@ -256,3 +258,38 @@ def test_a_real_process_group_blames_who_raised(nodes: Cluster) -> None:
     assert blamed == [str(number % 2) for number in range(1, rounds)]
     last_words = nodes.out(1).splitlines()[-20:]  # torch may add an abort of its own to a traceback
     assert f"    [rank{rounds % 2}]: ValueError: the true cause is rank {rounds % 2}" in last_words, nodes.everything()
+
+
+PYTHON, ACTIVE = "/venv/bin/python", "/other"
+ONE = f"a module is missing (for {PYTHON})"
+OTHER = f"a module is missing (for {PYTHON}, not of the active environment {ACTIVE} ({{}}): set PYTHON_EXEC={ACTIVE}/bin/python)"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "note"),
+    [
+        ("ModuleNotFoundError: No module named 'peft'", {}, ONE),
+        (f"{PYTHON}: No module named peft", {}, ONE),
+        (f"{PYTHON}: Error while finding module specification for 'a.b' (ModuleNotFoundError: No module named 'a')", {}, ONE),
+        (f"{PYTHON}: No module named json.__main__; 'json' is a package and cannot be directly executed", {}, ""),
+        ("ValueError: no data", {"VIRTUAL_ENV": ACTIVE}, ""),
+        ("ModuleNotFoundError: No module named 'peft'", {"VIRTUAL_ENV": "/venv/"}, ONE),
+        ("ModuleNotFoundError: No module named 'peft'", {"VIRTUAL_ENV": ACTIVE}, OTHER.format("VIRTUAL_ENV")),
+        ("ModuleNotFoundError: No module named 'peft'", {"CONDA_PREFIX": ACTIVE}, OTHER.format("CONDA_PREFIX")),
+        ("ModuleNotFoundError: No module named 'peft'", {"VIRTUAL_ENV": "/venv", "CONDA_PREFIX": ACTIVE}, ONE),
+    ],
+)
+def test_a_missing_module_names_the_interpreter_and_the_active_environment(words: str, environ: dict[str, str], note: str) -> None:
+    assert explain_missing_module([words], PYTHON, environ) == note
+
+
+@pytest.mark.parametrize("python_exec", [False, True])
+def test_the_report_names_the_python_that_lacks_a_module(nodes: Cluster, python_exec: bool) -> None:
+    python = sys.executable
+    nodes.env |= {"VIRTUAL_ENV": "/no/such/env"}
+    if python_exec:
+        python = str(nodes.tmp_path / "python")
+        os.symlink(sys.executable, python)
+        nodes.env |= {"PYTHON_EXEC": python}
+    assert nodes.ends(nodes.launch(1, "-m", "nosuch.module")) == 1
+    assert f"  how       : exit code 1, a module is missing (for {python}, not of the active environment /no/such/env" in nodes.out(1)

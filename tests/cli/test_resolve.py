@@ -392,6 +392,11 @@ def test_timeout_of_rdzv_conf_counts_where_torch_reads_it() -> None:
     assert join_timeout("--standalone --rdzv-conf=timeout=9") == Timing.join_timeout
 
 
+@pytest.mark.parametrize("name", ["TORCHELASTIC_HEALTH_CHECK_PORT", "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"])
+def test_variables_of_torchrun_s_agent_without_effect_are_warned_of(name: str) -> None:
+    assert warning_of("t.py", {name: "9"}).startswith(f"{name} has no effect: ")
+
+
 @pytest.mark.parametrize("line", ["--logs-specs=default t.py", "--logs-specs= t.py"])
 def test_the_default_layout_of_logs_may_be_named(line: str) -> None:
     assert config_of(line) == config_of("t.py")

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 ROUND_NAMES = frozenset(
     "RANK LOCAL_RANK ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
     "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_ERROR_FILE ELASTIRUN_ROUND ELASTIRUN_ROUND_REASON ELASTIRUN_FENCE ELASTIRUN_PROGRESS "
-    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME ELASTIRUN_SOCKET ELASTIRUN_LIVE ELASTIRUN_MESH ELASTIRUN_TERMINAL".split()
+    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME ELASTIRUN_SOCKET ELASTIRUN_LIVE ELASTIRUN_MESH ELASTIRUN_TERMINAL "
+    "TORCHELASTIC_TIMER_FILE".split()
 )  # variables that differ between the workers of a node, or between its rounds, or are not known yet when the server is started
 ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which takes as long as torch itself
 PARTS = frozenset(part for parts in ALSO.values() for part in parts)
