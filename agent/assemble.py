@@ -39,6 +39,7 @@ from elastirun.agent.session import Session
 from elastirun.agent.status import health
 from elastirun.agent.status.shared_devices import TwinWarning, devices
 from elastirun.agent.store.node_reports import Meeting
+from elastirun.agent.store.other_jobs import OtherJobs
 from elastirun.agent.store.store_access import new_row
 from elastirun.agent.workers.checkpoint_memory import CheckpointMemory
 from elastirun.agent.workers.file_timers import FileTimers
@@ -155,7 +156,7 @@ def assemble(
     twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)
     parts = (
         *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, timers, memory),
-        *(forks, hangs, standing, stragglers, quarantine),
+        *(forks, hangs, standing, stragglers, quarantine, OtherJobs(session.access)),
     )
     start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, warn)
     return Assembly(
