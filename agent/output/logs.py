@@ -18,7 +18,7 @@ from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.held_traceback import HeldTraceback
 from elastirun.agent.output.lines import LastLines
 from elastirun.agent.output.log_files import LogFile, close_all, make_run_folder, open_all, open_log, tail
-from elastirun.agent.output.round_logs import STREAM_NAMES, RoundLogs, Route, files_of, route_of
+from elastirun.agent.output.round_logs import STREAM_NAMES, RoundFiles, RoundLogs, Route, files_of, route_of
 from elastirun.agent.part import Part
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import NO_FILES, LogPolicy, Std
@@ -118,18 +118,18 @@ class RunLogs(Part):
         attempt_dir = None if self._run_dir is None else f"{self._run_dir}/attempt_{attempt}"
         if self._error_files_only and self._last_attempt_dir is not None:  # the error files of the last round have been read
             self.disk.submit(partial(shutil.rmtree, self._last_attempt_dir, ignore_errors=True))
-        opened: dict[str, int] = {}
+        opened, files = dict[str, int](), RoundFiles()
         if attempt_dir is not None:
-            folders, files = files_of(self._policy, attempt_dir, routes)
-            folders += [f"{attempt_dir}/{local_rank}" for local_rank in going_on]
+            files = files_of(self._policy, attempt_dir, routes)
+            folders = [*files.folders, *(f"{attempt_dir}/{local_rank}" for local_rank in going_on)]
             try:
-                opened = self.disk.call(partial(open_all, folders, files, self._policy.mode), self._limit, close_all)
+                opened = self.disk.call(partial(open_all, folders, files.paths, self._policy.mode), self._limit, close_all)
             except OSError as exc:
                 self._go_on_without_files(attempt, attempt_dir, exc)
                 attempt_dir = None
         self._last_attempt_dir = attempt_dir
         has_peers = (world_size or len(specs)) > 1
-        self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, attempt_dir, holds=has_peers)
+        self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, files, holds=has_peers)
         try:
             for spec in started:
                 logs.add(spec, self._prefix(spec), routes[spec.local_rank])
@@ -160,12 +160,11 @@ class RunLogs(Part):
 
     def keep_traceback(self, local_rank: int, text: bytes) -> str:
         """Write the traceback of a worker of the latest round to a file, or find the file that has it. Returns its path; empty: no file."""
-        folder = None if self._round is None or self._error_files_only else self._round.folder(local_rank)
-        if folder is None:
+        if self._round is not None and (log := self._round.stderr_log(local_rank)) is not None:
+            return log
+        if self._error_files_only or self._last_attempt_dir is None:
             return ""
-        if self._policy.tee.of(local_rank) & Std.ERR:
-            return f"{folder}/{STREAM_NAMES[Std.ERR]}.log"
-        path = f"{folder}/traceback.log"
+        path = f"{self._last_attempt_dir}/{local_rank}/traceback.log"
         self.disk.submit(partial(_append, path, text, self._policy.mode), len(text))
         return path
 

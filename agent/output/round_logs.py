@@ -56,14 +56,36 @@ def route_of(policy: LogPolicy, local_rank: int, stream: Std, shown: bool) -> Ro
     return Route.RAW if shown else Route.QUIET
 
 
-def files_of(policy: LogPolicy, attempt_dir: str, routes: Mapping[int, Mapping[Std, Route]]) -> tuple[list[str], list[str]]:
-    """Return the folders to make, outermost first, and the files to open for the workers with these ``routes``, by local rank. Pure."""
-    folders = [attempt_dir, *(f"{attempt_dir}/{local_rank}" for local_rank in routes)]
+@dataclass(frozen=True)
+class RoundFiles:
+    """The files of one round on this node."""
+
+    streams: Mapping[tuple[int, Std], str] = field(default_factory=dict)  # by local rank and stream
+    filtered: Mapping[Std, str] = field(default_factory=dict)  # what the filters fill
+    folders: Sequence[str] = ()  # to be made before, outermost first
+
+    @property
+    def paths(self) -> list[str]:
+        return [*self.streams.values(), *self.filtered.values()]
+
+
+def files_of(policy: LogPolicy, attempt_dir: str, routes: Mapping[int, Mapping[Std, Route]]) -> RoundFiles:
+    """Return the files for the workers with these ``routes``, by local rank, below ``attempt_dir``. Pure."""
     kept = (Route.FILE, Route.CAPPED, Route.TEE)
-    files = [f"{attempt_dir}/{i}/{STREAM_NAMES[stream]}.log" for i, own in routes.items() for stream, route in own.items() if route in kept]
+    streams = {
+        (i, stream): f"{attempt_dir}/{i}/{STREAM_NAMES[stream]}.log"
+        for i, own in routes.items()
+        for stream, route in own.items()
+        if route in kept
+    }
+    filtered = {stream: f"{attempt_dir}/filtered_{STREAM_NAMES[stream]}.log" for stream in filtered_streams(policy, routes)}
+    return RoundFiles(streams, filtered, [attempt_dir, *(f"{attempt_dir}/{local_rank}" for local_rank in routes)])
+
+
+def filtered_streams(policy: LogPolicy, routes: Mapping[int, Mapping[Std, Route]]) -> set[Std]:
+    """Return the streams of which some teed lines go to a file of their own."""
     filters = {Std.OUT: policy.stdout_filters, Std.ERR: policy.stderr_filters}
-    teed = {stream for own in routes.values() for stream, route in own.items() if route is Route.TEE and filters[stream]}
-    return folders, files + [f"{attempt_dir}/filtered_{STREAM_NAMES[stream]}.log" for stream in teed]
+    return {stream for own in routes.values() for stream, route in own.items() if route is Route.TEE and filters[stream]}
 
 
 class Backpressure(Protocol):
@@ -155,7 +177,7 @@ class _Worker:
     """The output of one worker of the round."""
 
     prefix: bytes
-    files: str | None  # the folder of its files
+    files: Mapping[Std, str]  # of its streams, where they have one
     given: dict[Std, int] = field(default_factory=dict)  # descriptors for the worker; closed here once it has them
     pumps: list[Pump] = field(default_factory=list)
     last: LastLines = field(default_factory=LastLines)
@@ -178,14 +200,14 @@ class RoundLogs:
         selector: selectors.BaseSelector,
         disk: DiskThread,
         opened: dict[str, int],
-        attempt_dir: str | None,
+        files: RoundFiles,
         holds: bool = False,
     ) -> None:
-        """``opened``: a descriptor of every file of ``files_of``; this object closes them. ``holds``: tracebacks, see held_traceback.py."""
+        """``opened``: a descriptor of every file of ``files``; this object closes them. ``holds``: tracebacks, see held_traceback.py."""
         self._holds = holds
         self._policy, self._console, self._selector, self._disk = policy, console, selector, disk
         self._opened = opened
-        self._dir = attempt_dir
+        self._files = files
         self._workers: dict[int, _Worker] = {}
         self._filtered: dict[Std, LogFile] = {}  # the files that the filters fill in this round
         self._shared: set[LogFile] = set()  # files of several workers, also of those that were adopted; closed here
@@ -193,7 +215,7 @@ class RoundLogs:
 
     def add(self, spec: WorkerSpec, prefix: str, routes: Mapping[Std, Route]) -> None:
         """Open the streams of one worker. ``prefix``: of its lines on the console. Raises OSError when the system refuses a pipe."""
-        files = None if self._dir is None else f"{self._dir}/{spec.local_rank}"
+        files = {stream: path for (local_rank, stream), path in self._files.streams.items() if local_rank == spec.local_rank}
         worker = self._workers[spec.local_rank] = _Worker(prefix.encode(errors="backslashreplace"), files)
         for stream, route in routes.items():
             self._open_stream(worker, route, stream)
@@ -235,9 +257,9 @@ class RoundLogs:
         """Return what holds back the traceback of a worker on its way to the console; None: nothing does."""
         return self._workers[local_rank].held
 
-    def folder(self, local_rank: int) -> str | None:
-        """Return the folder of the worker's files; None: it has none."""
-        return self._workers[local_rank].files
+    def stderr_log(self, local_rank: int) -> str | None:
+        """Return the file that has all of the worker's stderr; None: there is none."""
+        return self._workers[local_rank].files.get(Std.ERR)
 
     def is_drained(self, parked: Collection[int] = ()) -> bool:
         """Return whether every pipe is at its end, but for those of the workers with the local ranks ``parked``."""
@@ -294,7 +316,7 @@ class RoundLogs:
         return self._workers[local_rank].last.lines()
 
     def _open_stream(self, worker: _Worker, route: Route, stream: Std) -> None:
-        path = None if worker.files is None else f"{worker.files}/{STREAM_NAMES[stream]}.log"
+        path = worker.files.get(stream)
         if route is Route.DEVNULL:
             worker.given[stream] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         elif route is Route.FILE and path in self._opened:
@@ -333,8 +355,7 @@ class RoundLogs:
         worker.pumps.append(Pump(self._selector, ours, to, lines, destinations, self._pump_ended))
 
     def _filter_file(self, worker: _Worker, stream: Std) -> LogFile | None:
-        path = f"{self._dir}/filtered_{STREAM_NAMES[stream]}.log"
-        if stream not in self._filtered and (file := self._log_file(path)) is not None:
+        if stream not in self._filtered and (file := self._log_file(self._files.filtered.get(stream))) is not None:
             self._filtered[stream] = file
             self._shared.add(file)
         if stream in self._filtered:
