@@ -47,9 +47,9 @@ class RoundStart:
         """
         attempt, store = round.number - 1, self._session.worker_store
         assert store is not None
-        specs = self._specs(round, pages)
+        specs = self._logs.ask_plug_in(self._specs(round, pages), round.record.world_size)
         logs = self._logs.open_round(attempt, specs, round.record.world_size, round.parked)
-        if not self._logs.error_file(attempt, 0):
+        if specs[0].env["TORCHELASTIC_ERROR_FILE"] and not self._logs.error_file(attempt, 0):
             specs = self._specs(round, pages)  # without error files, which could not be made
         store.end_round()
         if round.parked and round.node_rank == 0:  # those who go on need it first; torch is imported

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import selectors
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from string import Template
 from typing import TypeVar
@@ -18,6 +18,7 @@ from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.held_traceback import HeldTraceback
 from elastirun.agent.output.lines import LastLines
 from elastirun.agent.output.log_files import LogFile, close_all, make_run_folder, open_all, open_log, tail
+from elastirun.agent.output.logs_specs import ERROR_FILE, Layout, LogsPlugIn
 from elastirun.agent.output.round_logs import STREAM_NAMES, RoundFiles, RoundLogs, Route, files_of, route_of
 from elastirun.agent.part import Part
 from elastirun.agent.processes.spawn import WorkerSpec
@@ -53,10 +54,12 @@ class RunLogs(Part):
         self._run_dir: str | None = None
         self._begun = False
         streams = (std for std_map in (policy.redirects, policy.tee) for std in (std_map.default, *dict(std_map.by_rank).values()))
-        self._error_files_only = policy.log_dir is None and not any(streams)  # so the run's folder is temporary
+        self._error_files_only = policy.log_dir is None and not any(streams) and not policy.specs  # so the run's folder is temporary
         self._round: RoundLogs | None = None
         self._last_attempt_dir: str | None = None
         self._without_files: int | None = None  # the attempt whose files could not be made
+        self._plug_in = LogsPlugIn(policy.specs, policy) if policy.specs else None
+        self._layout = Layout()  # of the latest round, by the plug-in
         log_dir = policy.log_dir
         if log_dir is not None and log_dir != NO_FILES and log_dir.exists() and not log_dir.is_dir():
             raise UsageError(f"--log-dir {log_dir}: this is not a directory; name another one")
@@ -64,6 +67,8 @@ class RunLogs(Part):
     @property
     def directory(self) -> str | None:
         """The folder in which this run's files are kept; None when nothing is kept."""
+        if self._plug_in is not None:
+            return self._plug_in.directory
         return None if self._error_files_only else self._run_dir
 
     @property
@@ -73,7 +78,7 @@ class RunLogs(Part):
 
     def begin(self) -> None:
         """Make the run's folder. Raises StartError when that fails: nothing runs yet, so nothing is lost."""
-        if self._begun or self._policy.log_dir == NO_FILES:
+        if self._begun or self._policy.log_dir == NO_FILES or (self._plug_in is not None and self._policy.log_dir is None):
             return
         make = partial(make_run_folder, self._policy.log_dir, self._run_id, self._host, self._policy.mode)
         try:
@@ -99,9 +104,28 @@ class RunLogs(Part):
 
     def error_file(self, attempt: int, local_rank: int) -> str:
         """Return the path for TORCHELASTIC_ERROR_FILE, in a folder that ``open_round`` makes; empty if there are no files."""
+        if self._plug_in is not None:
+            return next((spec.env[ERROR_FILE] for spec in self._layout.specs if spec.local_rank == local_rank), "")
         self.begin()
         missing = self._run_dir is None or attempt == self._without_files
         return "" if missing else f"{self._run_dir}/attempt_{attempt}/{local_rank}/error.json"
+
+    def ask_plug_in(self, specs: list[WorkerSpec], world_size: int) -> list[WorkerSpec]:
+        """Ask the plug-in where the output of the workers goes. Returns them with its changes; without a plug-in, as they are.
+
+        Raises StartError when the plug-in fails.
+        """
+        if self._plug_in is None:
+            return specs
+
+        def shows(spec: WorkerSpec) -> bool:
+            return self._policy.shows(spec.local_rank, spec.rank, world_size)
+
+        try:
+            self._layout = self.disk.call(partial(self._plug_in.layout_of, specs, shows), self._limit)
+        except OSError as exc:
+            raise StartError(f"cannot open the workers' logs: {exc.strerror}") from exc
+        return list(self._layout.specs)
 
     def open_round(
         self, attempt: int, specs: Sequence[WorkerSpec], world_size: int | None = None, going_on: Collection[int] = ()
@@ -114,14 +138,12 @@ class RunLogs(Part):
         """
         self.begin()
         started = [spec for spec in specs if spec.local_rank not in going_on]
-        routes = {spec.local_rank: self._routes(spec, world_size or len(specs)) for spec in started}
-        attempt_dir = None if self._run_dir is None else f"{self._run_dir}/attempt_{attempt}"
         if self._error_files_only and self._last_attempt_dir is not None:  # the error files of the last round have been read
             self.disk.submit(partial(shutil.rmtree, self._last_attempt_dir, ignore_errors=True))
-        opened, files = dict[str, int](), RoundFiles()
+        routes, files, attempt_dir = self._places(attempt, started, world_size or len(specs))
+        opened = dict[str, int]()
         if attempt_dir is not None:
-            files = files_of(self._policy, attempt_dir, routes)
-            folders = [*files.folders, *(f"{attempt_dir}/{local_rank}" for local_rank in going_on)]
+            folders = [*files.folders, *(f"{attempt_dir}/{local_rank}" for local_rank in going_on if files.folders)]
             try:
                 opened = self.disk.call(partial(open_all, folders, files.paths, self._policy.mode), self._limit, close_all)
             except OSError as exc:
@@ -137,6 +159,18 @@ class RunLogs(Part):
             logs.finish()
             raise StartError(f"cannot open the workers' logs: {exc}") from exc
         return logs
+
+    def _places(
+        self, attempt: int, started: Sequence[WorkerSpec], world_size: int
+    ) -> tuple[Mapping[int, Mapping[Std, Route]], RoundFiles, str | None]:
+        """Return the routes of the workers that are started, their files, and the folder of the files; None: there are no files."""
+        if self._plug_in is not None:
+            return self._layout.routes, self._layout.files.only({spec.local_rank for spec in started}), self._plug_in.directory
+        routes = {spec.local_rank: self._routes(spec, world_size) for spec in started}
+        if self._run_dir is None:
+            return routes, RoundFiles(), None
+        attempt_dir = f"{self._run_dir}/attempt_{attempt}"
+        return routes, files_of(self._policy, attempt_dir, routes), attempt_dir
 
     def tick(self, now: float) -> float:
         """Do what is due at ``now``, see ``RoundLogs.tick`` and ``DiskThread.tick``. Returns when to call it next."""

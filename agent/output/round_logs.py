@@ -10,7 +10,7 @@ import math
 import os
 import selectors
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Protocol
@@ -66,7 +66,12 @@ class RoundFiles:
 
     @property
     def paths(self) -> list[str]:
-        return [*self.streams.values(), *self.filtered.values()]
+        """Every file once: a plug-in may send two streams to one file."""
+        return list(dict.fromkeys((*self.streams.values(), *self.filtered.values())))
+
+    def only(self, local_ranks: Collection[int]) -> RoundFiles:
+        """Return the files without those of other workers."""
+        return replace(self, streams={key: path for key, path in self.streams.items() if key[0] in local_ranks})
 
 
 def files_of(policy: LogPolicy, attempt_dir: str, routes: Mapping[int, Mapping[Std, Route]]) -> RoundFiles:
@@ -208,6 +213,7 @@ class RoundLogs:
         self._policy, self._console, self._selector, self._disk = policy, console, selector, disk
         self._opened = opened
         self._files = files
+        self._taken: dict[str, int] = {}  # by path: descriptors that are open until the workers are started
         self._workers: dict[int, _Worker] = {}
         self._filtered: dict[Std, LogFile] = {}  # the files that the filters fill in this round
         self._shared: set[LogFile] = set()  # files of several workers, also of those that were adopted; closed here
@@ -319,8 +325,8 @@ class RoundLogs:
         path = worker.files.get(stream)
         if route is Route.DEVNULL:
             worker.given[stream] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        elif route is Route.FILE and path in self._opened:
-            worker.given[stream] = self._opened.pop(path)
+        elif route is Route.FILE and (fd := self._take(path)) is not None:
+            worker.given[stream] = fd
             worker.stderr_file = path if stream is Std.ERR else worker.stderr_file
         elif route is Route.INHERIT:
             worker.inherits_stdout = True
@@ -364,9 +370,17 @@ class RoundLogs:
 
     def _log_file(self, path: str | None) -> LogFile | None:
         """Return the log file at ``path``; None when none was opened there."""
-        if path not in self._opened:
+        fd = self._take(path)
+        return None if path is None or fd is None else LogFile(path, fd, self._disk, self._policy.limit)
+
+    def _take(self, path: str | None) -> int | None:
+        """Return a descriptor of a file that was opened, which the caller closes; of a file of two streams, the second one gets a copy."""
+        if path in self._taken:
+            return os.dup(self._taken[path])
+        if path is None or path not in self._opened:
             return None
-        return LogFile(path, self._opened.pop(path), self._disk, self._policy.limit)
+        self._taken[path] = fd = self._opened.pop(path)
+        return fd
 
     def _pump_ended(self) -> None:
         if self.is_drained():

@@ -127,6 +127,10 @@ def _prepare(argv: Sequence[str], warn: bool) -> LaunchConfig | int:
     if importlib.util.find_spec("torch") is None:
         raise BadCommand(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
     _check_log_dir(options, config.logs.log_dir)
+    if config.logs.specs:
+        from elastirun.agent.output import logs_specs  # a slow import
+
+        logs_specs.load(config.logs.specs)
     config = replace(config, token=read_token(options))
     _warn_of_readable_secrets(options, config.etcd)
     dry_run = options.flag("dry_run")

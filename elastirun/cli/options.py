@@ -134,7 +134,7 @@ GROUPS = {
         Option("virtual_local_rank", "", None, "LOCAL_RANK is 0 for every worker, and each worker sees only its own GPU."),
         Option("monitor_interval", "SECONDS", "0.1", "No effect: a worker's exit is seen at once."),
         Option("start_method", "spawn|fork|forkserver", "spawn", "No effect."),
-        Option("logs_specs", "default", None, "No effect: there is one layout of the logs."),
+        Option("logs_specs", "NAME", None, "A plug-in of the entry point group torchrun.logs_specs that decides where output goes."),
     ),
 }
 BY_DEST = {option.dest: option for group in GROUPS.values() for option in group}

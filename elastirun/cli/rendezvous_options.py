@@ -111,7 +111,7 @@ def _backend(options: GivenOptions, min_nodes: int, max_nodes: int) -> str:
     """Return "c10d", "static" or "etcd". Several nodes get c10d by default where the static backend cannot work for them."""
     if options.flag("standalone"):
         return _standalone_backend(options)
-    backend = options.read("rdzv_backend", parse.choice("c10d", "static", "etcd", "etcd-v2"))
+    backend = options.read("rdzv_backend", _backend_name)
     if backend == "etcd-v2":
         label = options.label("rdzv_backend")
         options.warn(f"{label}: etcd-v2 is the same as etcd here: version 3 of its API, the only one that etcd still has")
@@ -128,6 +128,14 @@ def _backend(options: GivenOptions, min_nodes: int, max_nodes: int) -> str:
         return backend
     options.derive("rdzv_backend", "c10d", why)
     return "c10d"
+
+
+def _backend_name(text: str) -> str:
+    try:
+        return parse.choice("c10d", "static", "etcd", "etcd-v2")(text)
+    except ValueError as error:
+        why = "plug-ins (torchrun.handlers) form rounds of their own, and elastirun's agents form theirs"
+        raise ValueError(f"{error}; {why}: give c10d or etcd") from None
 
 
 def _standalone_backend(options: GivenOptions) -> str:

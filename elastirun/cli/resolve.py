@@ -53,8 +53,6 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
     _warn_of_late_options(options, script)
     options.read("monitor_interval", parse.seconds(0.0, above=True))
     options.read("start_method", parse.choice("spawn", "fork", "forkserver"))
-    if options.text("logs_specs") not in (None, "", "default"):
-        raise UsageError(f"{options.label('logs_specs')}: another layout of the logs is not built yet in this version; leave it out")
     signals, forward_signals = _signals(options, "signals_to_handle"), _signals(options, "forward_signals")
     twice = sorted({*signals} & {*forward_signals})
     if twice:
@@ -87,7 +85,6 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         **vars(rendezvous),
     )
     _warn_of_variables(options)
-    _warn_of_torchrun_variables(options)
     named, keep_warm = _modules(options), options.read("keep_warm", parse.duration)
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
     _check_ranks(options, logs, nproc, alone=rendezvous.max_nodes == 1)
@@ -290,6 +287,7 @@ def _logs(options: GivenOptions) -> LogPolicy:
         format=options.read("log_format", parse.choice("text", "json")),
         event_log=options.read("event_log_handler", parse.choice("null", "console", "jsonl")),
         show=options.read("show", parse.ranks),
+        specs="" if options.text("logs_specs") in (None, "default") else options.read("logs_specs", parse.name),
         limit=options.optional("log_limit", parse.byte_size(LEAST_LOG_LIMIT)) or 0,
         mode=options.read("log_mode", parse.file_mode),
     )
@@ -366,7 +364,9 @@ def _workers(options: GivenOptions, facts: MachineFacts) -> int:
 
 
 def _warn_of_variables(options: GivenOptions) -> None:
-    """Warn of variables that look like those of options, and are none: a typing error would otherwise change nothing, silently."""
+    """Warn of variables of torchrun's agent without effect, and of those that look like an option's and are none: typing errors."""
+    for name in OTHER_VARIABLES.keys() & options.environ.keys():
+        options.warn(f"{name} has no effect: {OTHER_VARIABLES[name]}")
     known = [option.env.removeprefix("PET_") for option in OPTIONS if option.env]
     for name in sorted(name.removeprefix("PET_") for name in options.environ if name.startswith("PET_")):
         if (key := name.lower().replace("_", "-")) in KEYS:
@@ -374,13 +374,6 @@ def _warn_of_variables(options: GivenOptions) -> None:
         elif name not in known:
             hint = parse.nearest(name, known).replace("mean ", "mean PET_")
             options.warn(f"PET_{name} has no effect: no option has this variable{hint}")
-
-
-def _warn_of_torchrun_variables(options: GivenOptions) -> None:
-    """Warn of variables of torchrun's agent that have no effect here."""
-    for name, instead in OTHER_VARIABLES.items():
-        if options.environ.get(name):
-            options.warn(f"{name} has no effect: {instead}")
 
 
 def _warn_of_late_options(options: GivenOptions, script: Sequence[str]) -> None:

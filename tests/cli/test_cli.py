@@ -271,7 +271,6 @@ BAD = [
     ("--monitor-interval=0 t.py", "--monitor-interval"),
     ("--start-method=thread t.py", "spawn"),
     ("--event-log-handler=mine t.py", "--event-log-handler"),
-    ("--logs-specs=mine t.py", "--logs-specs"),
     ("--module --no-python t", "--module and --no-python"),
     ("--log-dir=t.py t.py", "--log-dir"),
     ("--log-dir=t.py/below t.py", "is not a folder"),
