@@ -32,6 +32,7 @@ NAME = "timers"  # of the pipe, in the folder of the agent's socket
 MAX_LINE = 4096  # bytes (PIPE_BUF); torch's client sends no longer line, because a longer one might be torn
 READ_SIZE = 1 << 16  # bytes; the default capacity of a pipe
 MAX_TIMERS = 4096  # at once; further ones are ignored
+LONGEST_WAIT = 3600.0  # seconds until the next look; a timer may say any number, and epoll takes at most 24 days
 MAX_SCOPE = 200  # characters of a scope in a message
 
 
@@ -104,7 +105,7 @@ class FileTimers(Part):
                 del self._timers[pid, scope]
                 if signum > 0:
                     self._end(pid, clip(scope, MAX_SCOPE), signum)
-        return self._due
+        return min(self._due, now + LONGEST_WAIT) if self._timers else math.inf
 
     def close(self) -> None:
         if self._fd >= 0:

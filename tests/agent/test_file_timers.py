@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent.workers.file_timers import ENABLE, FILE, MAX_TIMERS, FileTimers, TimerRequest, parse_request
+from elastirun.agent.workers.file_timers import ENABLE, FILE, LONGEST_WAIT, MAX_TIMERS, FileTimers, TimerRequest, parse_request
 from tests.support.cluster import Cluster
 
 CLIENT = """
@@ -133,6 +133,9 @@ def test_what_else_comes_through_the_pipe_is_ignored(timers: FileTimers) -> None
     write(timers, *(request(12345, scope=str(i), after=60) for i in range(MAX_TIMERS + 10)))
     assert len(timers._timers) == MAX_TIMERS and timers.tick(clock.now()) < math.inf
     timers.worker_ended(SimpleNamespace(pid=12345))
+    write(timers, request(54321, after=1e300))
+    assert timers.tick(0.0) == LONGEST_WAIT, "epoll refuses to wait for so long"
+    timers.worker_ended(SimpleNamespace(pid=54321))
     assert timers.tick(clock.now()) == math.inf
 
 
