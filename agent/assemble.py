@@ -104,10 +104,8 @@ def assemble(
     stragglers: StragglerWatch
     bound_to = cpu_sets(config, environ)
     files = descriptors.raise_limit()
-    name = stack.enter_context(closing(NodeName(config.node_name, f"{config.run_id}\0{config.endpoint}", numbered=config.max_nodes > 1)))
-    console = Console(selector, form=LineFormat(name.text, config.run_id, config.logs.format, coloured=shows_colours(2, environ)))
-    stack.callback(console.close)
-    row, say, warn = new_row(config, name.text), console.say, console.warn
+    row, console = _named(config, environ, selector, stack)
+    say, warn = console.say, console.warn
     signals = Signals(config.signals, config.forward_signals, selector, agent.signalled, lambda n: workers.forward(n), agent.child_ended)
     stack.callback(signals.close)
     # No other node goes on without the only node of a job, so its guard needs no lease; but see ``GuardLease``.
@@ -126,16 +124,8 @@ def assemble(
     memory = stack.enter_context(closing(CheckpointMemory(socket, log.write, warn)))
     tracker = FailureTracker(row.name, logs, warn, _missing_module(config, environ))
     timers = stack.enter_context(closing(FileTimers(environ, socket.folder, selector, tree.owns, tracker.expect_end, warn)))
-    node = NodeEnvironment(
-        timers.environ,
-        cpu_sets=bound_to,
-        mark=tree.mark,
-        live=live.name,
-        terminal=terminal,
-        socket=socket.path,
-        group=tree.group,
-        files=files,
-    )  # completed for each round
+    node = NodeEnvironment(timers.environ, cpu_sets=bound_to, mark=tree.mark, live=live.name, socket=socket.path, group=tree.group)
+    node = replace(node, terminal=terminal, files=files)  # completed for each round
     like = worker_like(config, replace(node, cpus=cpus.usable_cpus()))
     forks = stack.enter_context(closing(ParkedForks(config.preload, like, config.nproc, selector, tree, warn, given)))
     callbacks = agent.worker_ended, agent.workers_idle, agent.worker_stuck, tree.owns, tree.worker_reaped
@@ -163,6 +153,14 @@ def assemble(
         *(console, tree, logs, log, session, workers, forks, live, tracker),
         *(pages, hangs, accounting, round_check, memory, guard, start, parts),
     )
+
+
+def _named(config: LaunchConfig, environ: Mapping[str, str], selector: BaseSelector, stack: ExitStack) -> tuple[NodeRow, Console]:
+    """Return the row of this node, and the console, whose lines name the node."""
+    name = stack.enter_context(closing(NodeName(config.node_name, f"{config.run_id}\0{config.endpoint}", numbered=config.max_nodes > 1)))
+    console = Console(selector, form=LineFormat(name.text, config.run_id, config.logs.format, coloured=shows_colours(2, environ)))
+    stack.callback(console.close)
+    return new_row(config, name.text), console
 
 
 def _socket(tree: ProcessTree, selector: BaseSelector, say: Callable[[str], None], stack: ExitStack) -> LocalSocket:

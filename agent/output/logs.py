@@ -196,7 +196,7 @@ class RunLogs(Part):
         """Write the traceback of a worker of the latest round to a file, or find the file that has it. Returns its path; empty: no file."""
         if self._round is not None and (log := self._round.stderr_log(local_rank)) is not None:
             return log
-        if self._error_files_only or self._last_attempt_dir is None:
+        if self._error_files_only or self._last_attempt_dir is None or self._plug_in is not None:
             return ""
         path = f"{self._last_attempt_dir}/{local_rank}/traceback.log"
         self.disk.submit(partial(_append, path, text, self._policy.mode), len(text))

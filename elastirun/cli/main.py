@@ -32,10 +32,9 @@ from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFac
 from elastirun.cli.options import GROUPS
 from elastirun.cli.parse import nearest, quote
 from elastirun.cli.resolve import resolve
-from elastirun.cli.token_file import read_token
+from elastirun.cli.secret_files import advice, read_token
 from elastirun.config import NO_FILES, Command, Etcd, LaunchConfig
 from elastirun.errors import BadCommand, ElastirunError, StartError, UsageError
-from elastirun.secret_files import advice
 
 PROBE_TIMEOUT = 300.0  # seconds for importing torch and counting devices: a cold disk or a busy driver may take minutes
 

@@ -24,8 +24,8 @@ from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.options import BY_DEST
 from elastirun.cli.rendezvous_options import C10D_PORT, STATIC_PORT, etcd_of
+from elastirun.cli.secret_files import read_token
 from elastirun.cli.subcommands import show
-from elastirun.cli.token_file import read_token
 from elastirun.cli.warm_command import line
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import NothingFound, StartError, UsageError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastirun import secret_files
-from elastirun.secret_files import read_secret_file
+from elastirun.cli import secret_files
+from elastirun.cli.secret_files import read_secret_file
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"correct horse battery staple\n"
