@@ -81,6 +81,8 @@ def _preparation() -> bytes:
 
 
 def _pickled_call(fn: Callable[..., Any], args: Sequence[object]) -> bytes:
+    if not callable(fn):
+        raise UsageError(f"launch: the first argument is {fn!r}, no function; give the function itself, as in launch(train, (0.1,))")
     name, main = getattr(fn, "__qualname__", repr(fn)), sys.modules["__main__"]
     interactive = getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
     if getattr(fn, "__module__", "") == "__main__" and interactive:

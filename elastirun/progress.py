@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import index
 from time import monotonic_ns
 
 from elastirun.worker.progress_page import (
@@ -61,11 +62,13 @@ def progress(within: float | None = None, *, step: int | None = None) -> None:
     ``within``: the next call comes within this many seconds, although ``--hang-timeout`` is shorter: for an evaluation, a checkpoint, the
     end of the training. ``math.inf``: there is no limit until the next call. ``step``: the number of this step in the whole training,
     which goes back where a new round begins from a checkpoint; so the agent can tell which steps are done again. Does nothing without
-    an agent of elastirun, and in forks of this process.
+    an agent of elastirun, and in forks of this process. Raises TypeError for seconds below 0 and for what is no number.
     """
     global _by_script
     if within is None:  # a script that only announces its pauses still has its optimizers counted
         _by_script = True
+    elif not (hasattr(within, "__float__") and within >= 0):
+        raise TypeError(f"progress(): within must be seconds, 0 or more, not {within!r}")
     _stamp(within)
     if step is not None:
         at_step(step)
@@ -73,6 +76,10 @@ def progress(within: float | None = None, *, step: int | None = None) -> None:
 
 def at_step(step: int) -> None:
     """Tell the agent that ``step`` is the last step that training has made, without a stamp. ``Checkpointer`` does it."""
+    try:
+        step = index(step)
+    except TypeError:
+        raise TypeError(f"progress(): step must be a whole number, not {step!r}") from None
     words = _page()
     if words is None:
         return

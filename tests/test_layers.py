@@ -258,7 +258,7 @@ FLOORS = {  # the folders and loose modules of a package, the lowest first: each
         *("quarantine", "termination_log", "status", "ending", "assemble", "agent"),
     ),
     "elastirun.train": (
-        *("errors", "torch_private", "sharded", "mesh", "autograd_engine", "groups", "reduction", "stopping", "state", "ddp"),
+        *("errors", "arguments", "torch_private", "sharded", "mesh", "autograd_engine", "groups", "reduction", "stopping", "state", "ddp"),
         *("zero", "checkpoints", "data", "live", "elastic"),
     ),
 }

@@ -38,7 +38,7 @@ _PEER_LOST_MESSAGE = re.compile(
 _PEER_EXCEPTION = re.compile(
     r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error|PeerLost|ReductionFailed)"
 )
-_FINAL = "elastirun.train.errors.WrongUse"  # the exception after which a restart is of no use
+_FINAL = re.compile(r"elastirun\.train\.errors\.Wrong(?:Use|Type)")  # the exceptions after which a restart is of no use
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, unlike the frames above it
 _TRACEBACK = "Traceback (most recent call last)"
 # Exceptions that signal handlers raise: Python's, Lightning's, torch's.
@@ -185,8 +185,8 @@ def make_record(
     blame = Blame.OWN_FAULT if alone else classify(end, error or lines)
     name, _ = _last_exception(error or lines)
     words = last_words(error or lines)
-    if end.code > 0 and (name == _FINAL or name is None and words.startswith(f"{_FINAL}: ")):  # None: printed without a traceback
-        blame, note = Blame.FINAL, clip(words.partition(f"{_FINAL}: ")[2])
+    if end.code > 0 and _FINAL.fullmatch(words.partition(": ")[0] if name is None else name):  # None: printed without a traceback
+        blame, note = Blame.FINAL, clip(_FINAL.split(words, 1)[-1].removeprefix(": "))
     if end.killed_by_us:
         blame, note = Blame.SUSPECT, "stopped by its agent after it had shown an exception of its own"
     return ExitRecord(

@@ -1,6 +1,7 @@
 """The command ``elastirun checkpoint``: lists, verifies, shows and exports the checkpoints in a directory.
 
-Bad input ends in one line on stderr and exit status 2; damage that ``verify`` finds, in exit status 1.
+Bad input ends in one line on stderr and exit status 2; damage that ``verify`` finds, in exit status 1; no checkpoint, in 4,
+as with ``elastirun status`` and ``report``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from elastirun.checkpoint.directory import Directory, open_directory
 from elastirun.checkpoint.export import export_file
 from elastirun.checkpoint.record import clip, parse
 from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, decode_tensors
-from elastirun.errors import CheckpointError
+from elastirun.errors import CheckpointError, NothingFound
 
-DAMAGED, BAD_INPUT = 1, 2  # exit statuses
+DAMAGED, BAD_INPUT, NOTHING_FOUND = 1, 2, 4  # exit statuses
 MAX_DEPTH = 200  # containers within containers; deeper ones are shown as JSON
 TAG = "$"  # of what JSON does not have, see elastirun/train/state/values.py
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -41,6 +42,8 @@ def command() -> None:
 def ls(directory: str) -> None:
     """List the checkpoints, the newest first. A missing or truncated file is found; "verify" reads every byte."""
     place, found = _scan(directory)
+    if not found:
+        raise NothingFound(f"{place.path} has no checkpoints")
     rows = [("NAME", "STEP", "SEQUENCE", "AGE", "SIZE", "FILES", "WORLD SIZE", "STATE")]
     for one in found:
         state = next((str(damage) for damage in place.verify(one, look="size")), "complete")
@@ -51,10 +54,8 @@ def ls(directory: str) -> None:
         size, age = _size(sum(file.size for file in commit.files.values())), _age(time.time() - commit.time)
         rows.append((one.name, str(commit.step), str(commit.sequence), age, size, str(len(commit.files)), str(commit.world_size), state))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if found else []:
+    for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if not found:
-        click.echo(f"{place.path} has no checkpoints")
 
 
 @command.command()
@@ -65,7 +66,7 @@ def verify(directory: str, step: int | None) -> None:
     place, found = _scan(directory)
     chosen = [one for one in found if step is None or (one.commit and one.commit.step == step)]
     if not chosen:
-        raise CheckpointError(f"{place.path} has no checkpoint{'s' if step is None else f' of step {step}'}")
+        raise NothingFound(f"{place.path} has no checkpoint{'s' if step is None else f' of step {step}'}")
     damaged = False
     for one in chosen:
         damages = [str(damage) for damage in place.verify(one, look="sha256")]
@@ -129,13 +130,13 @@ def _scan(path: str) -> tuple[Directory, list[Published]]:
 
 
 def _choose(path: str, step: int | None) -> tuple[Directory, Published]:
-    """Return the newest checkpoint with a record, or the newest of ``step``. Raises ``CheckpointError``."""
+    """Return the newest checkpoint with a record, or the newest of ``step``. Raises ``CheckpointError`` and ``NothingFound``."""
     place, found = _scan(path)
     chosen = next((one for one in found if one.commit and step in (None, one.commit.step)), None)
     if chosen is None:
         steps = ", ".join(str(one.commit.step) for one in found[:20] if one.commit)
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointError(f"{place.path} has {which}" + (f"; it has those of {steps}" if steps else ""))
+        raise NothingFound(f"{place.path} has {which}" + (f"; it has those of {steps}" if steps else ""))
     return place, chosen
 
 
@@ -216,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _fail(error.format_message())
     except CheckpointError as error:
         _fail(str(error))
+    except NothingFound as error:
+        _fail(str(error), NOTHING_FOUND)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except (click.Abort, KeyboardInterrupt):
@@ -223,9 +226,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def _fail(line: str) -> NoReturn:
+def _fail(line: str, status: int = BAD_INPUT) -> NoReturn:
     click.echo(f"elastirun checkpoint: {clip(line, 1000)}", err=True)
-    sys.exit(BAD_INPUT)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

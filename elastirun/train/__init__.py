@@ -5,6 +5,9 @@ from elastirun.train import torch_private
 torch_private.check()  # before the modules below, which look the names up
 
 # ruff: noqa: E402
+from importlib import import_module
+from typing import Any
+
 from elastirun.progress import progress
 from elastirun.train.checkpoints.checkpointer import Checkpointer
 from elastirun.train.checkpoints.restoring import load_checkpoint
@@ -59,3 +62,10 @@ __all__ = [
     "load_checkpoint",
     "progress",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``elastic`` when it is used: few workers are live, and the others start without it."""
+    if name == "elastic":
+        return import_module(f"{__name__}.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.progress import begin_round
+from elastirun.train.arguments import verify_callable
 from elastirun.train.checkpoints.checkpointer import Checkpointer
 from elastirun.train.data.loader import StepsInAnyWorld
 from elastirun.train.data.steps import Step
@@ -66,13 +67,17 @@ class Elastic:
         while loader.epoch < epochs:
             for batch in run.batches():
                 optimizer.zero_grad()
-                loss_of(model(batch)).backward()
+                if batch is None:          # fewer samples are left than there are ranks
+                    model.skip()
+                else:
+                    loss_of(model(batch)).backward()
                 optimizer.step()
         run.save()
 
-    state         with a ``DistributedDataParallel`` as a part, and an ``ElasticDataLoader`` as ``data``
-    checkpoints   a function that returns the ``Checkpointer``: it is called in each world, when the environment is that of the round. A
-                  run in which no rank has a state begins with the newest checkpoint, and each finished step is offered to ``save``
+    state         a ``TrainState`` with a ``DistributedDataParallel`` of elastirun as ``model``, and an ``ElasticDataLoader`` as ``data``
+    checkpoints   a function without arguments that makes a ``Checkpointer``: it is called in each world, when the environment is that of
+                  the round. A run in which no rank has a state begins with the newest checkpoint, and each finished step is offered to
+                  ``save``. Default: no checkpoints
     on_change     called with rank and world size in each world, the first one too, when the ranks have the same state
 
     A new worker whose round has others that have trained already makes a first step by itself, a rehearsal: what is slow the first time
@@ -101,6 +106,9 @@ class Elastic:
         checkpoints: Callable[[], Checkpointer] | None = None,
         on_change: Callable[[int, int], object] = lambda rank, world_size: None,
     ) -> None:
+        if checkpoints is not None:
+            verify_callable(checkpoints, 0, "checkpoints", 'a function, such as lambda: Checkpointer("runs/digits")')
+        verify_callable(on_change, 2, "on_change", "a function, on_change(rank, world_size)")
         self.state = state
         self._model, self._loader = parts_of(state)
         self._checkpoints, self._on_change = WorldCheckpoints(state, checkpoints), on_change

@@ -2,6 +2,7 @@
 
     TrainError (a RuntimeError)
     ├── WrongUse           an argument is refused: each restart would meet that again, so the job ends at once
+    │   └── WrongType      … for its type; a TypeError, too, as where torch refuses the same
     ├── ModelMismatch      the ranks do not hold the same parameters: which one, and what each rank has
     ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's
     │                      forward, or from no backward at all
@@ -29,12 +30,17 @@ __all__ = [
     "ReductionFailed",
     "RoundUnknown",
     "TrainError",
+    "WrongType",
     "WrongUse",
 ]
 
 
 class WrongUse(TrainError):
     """A refusal that depends on nothing but the script. ``agent/failures/classify.py`` knows it by its name."""
+
+
+class WrongType(WrongUse, TypeError):
+    """An argument is of another type than the one that is needed."""
 
 
 class ModelMismatch(TrainError):

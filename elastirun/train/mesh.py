@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastirun.mesh import Mesh
-from elastirun.train.errors import TrainError, WrongUse
+from elastirun.train.arguments import named
+from elastirun.train.errors import TrainError, WrongType, WrongUse
 from elastirun.train.sharded import is_sharded, local_part, placed_as
 
 if TYPE_CHECKING:
@@ -87,10 +88,15 @@ def verify_no_mesh(instead: str) -> None:
         raise WrongUse(f"this job has the mesh {text}, so ranks may share a replica: give {instead}")
 
 
+def verify_mesh(mesh: Any) -> None:
+    """Raise WrongUse unless ``mesh`` is a DeviceMesh."""
+    if not hasattr(mesh, "get_coordinate"):
+        raise WrongUse(f"device_mesh has to be a DeviceMesh, such as build_mesh()['dp'], not {named(mesh)}")
+
+
 def place_in(mesh: DeviceMesh) -> tuple[int, int]:
     """Return the place of this rank among the coordinates of ``mesh``, and their number. Ranks that differ elsewhere only share one."""
-    if not hasattr(mesh, "get_coordinate"):
-        raise WrongUse(f"device_mesh has to be a DeviceMesh, such as build_mesh()['dp'], not a {type(mesh).__name__}")
+    verify_mesh(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise WrongUse("this rank is not in the device_mesh that was given: load data on its ranks alone")
@@ -113,6 +119,8 @@ def clip_grad_norm_(
     """
     if across is not None and (not hasattr(across, "get_group") or across.ndim != 1):
         raise WrongUse("across has to be one dimension of a DeviceMesh, such as build_mesh()['pp']")
+    if hasattr(parameters, "parameters") or hasattr(parameters, "param_groups"):
+        raise WrongType(f"clip_grad_norm_() takes parameters, not {named(parameters)}: give module.parameters()")
     params = [param for param in ([parameters] if isinstance(parameters, Tensor) else parameters) if param.grad is not None]
     kinds: dict[Any, list[Tensor]] = {}  # by the meshes that the gradients are on
     for param in params:

@@ -14,7 +14,7 @@ from elastirun.agent.failures.classify import (
 )
 from elastirun.agent.part import WorkerExit
 from elastirun.rendezvous.wire.records import Blame, ExitRecord
-from elastirun.train.errors import WrongUse
+from elastirun.train.errors import WrongType, WrongUse
 
 TRACEBACK = (
     "[rank2]: Traceback (most recent call last):",
@@ -210,11 +210,12 @@ WRONG_USE = "elastirun.train.errors.WrongUse: Elastic needs a state with one Ela
         (1, (*TRACEBACK, WRONG_USE, WRAPPED, *TRACEBACK, "RuntimeError: cannot begin"), Blame.FINAL),
         (1, ("a warning", WRONG_USE), Blame.FINAL),
         (1, (WRONG_USE, "and then something else"), Blame.OWN_FAULT),
+        (1, (*TRACEBACK, WRONG_USE.replace("WrongUse", "WrongType")), Blame.FINAL),
         (1, (*TRACEBACK, "mine.WrongUse: x"), Blame.OWN_FAULT),
         (1, (*TRACEBACK, WRONG_USE, "During handling of the above exception:", *TRACEBACK, "KeyError: 'x'"), Blame.OWN_FAULT),
         (-9, (*TRACEBACK, WRONG_USE), Blame.OWN_FAULT),
     ],
-    ids=["refused", "wrapped", "without_frames", "earlier", "of_the_script", "caught", "killed"],
+    ids=["refused", "wrapped", "without_frames", "earlier", "of_its_type", "of_the_script", "caught", "killed"],
 )
 def test_a_refusal_that_each_restart_would_meet_again_is_final(code: int, lines: tuple[str, ...], blame: Blame, alone: bool) -> None:
     record = make_record("n1", ended(code), lines, alone=alone)
@@ -223,3 +224,4 @@ def test_a_refusal_that_each_restart_would_meet_again_is_final(code: int, lines:
 
 def test_it_is_known_by_the_name_that_python_shows() -> None:
     assert f"{WrongUse.__module__}.{WrongUse.__qualname__}" == WRONG_USE.partition(":")[0]
+    assert f"{WrongType.__module__}.{WrongType.__qualname__}" == WRONG_USE.partition(":")[0].replace("WrongUse", "WrongType")

@@ -148,6 +148,7 @@ def test_an_object_store_is_shown_as_a_folder_is(tmp_path: Path, capsys: pytest.
         ([], "Missing command."),
         (["dance"], "No such command 'dance'."),
         (["ls"], "Missing argument 'DIR'."),
+        (["ls", "{}/empty"], "{}/empty has no checkpoints"),
         (["ls", "{}/none"], "{}/none does not exist"),
         (["ls", "nothing://x"], "nothing://x cannot be used as a directory of checkpoints: Protocol not known: nothing"),
         (["verify", "{}"], "{} has no checkpoint of step 7; it has those of 3"),
@@ -179,7 +180,11 @@ def test_bad_input_ends_in_one_line(tmp_path: Path, arguments: list[str], line: 
         line = "{} has no checkpoint of step 7"
     code, output, errors = run(*(argument.replace("{}", str(tmp_path)) for argument in arguments), capsys=capsys)
     expected = line.replace("{}", str(tmp_path)).replace("{size}", str(len(FILES["tensors.json"])))
-    assert (code, output) == (2, "") and errors.startswith(f"elastirun checkpoint: {expected}") and errors.count("\n") == 1
+    assert (
+        (code, output) == (4 if " has no checkpoint" in line else 2, "")
+        and errors.startswith(f"elastirun checkpoint: {expected}")
+        and errors.count("\n") == 1
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 

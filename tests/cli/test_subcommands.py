@@ -28,7 +28,7 @@ def run(folder: Path, *words: str) -> tuple[int, str, str]:
         (["help", "checkpoint"], "Usage: elastirun checkpoint "),
         (["help", "takeover"], "usage: elastirun takeover "),
         (["help", "warm"], "usage: elastirun warm "),
-        (["checkpoint", "ls", "/"], "/ has no checkpoints\n"),
+        (["checkpoint", "ls", "--help"], "Usage: elastirun checkpoint ls "),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )

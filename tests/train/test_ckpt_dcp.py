@@ -386,7 +386,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     for name, text in (
         ("", r"the folder has no \.metadata"),
         ("nothing", r"nothing cannot be read: No such file"),
-        ("list.pt", r"cannot be read by torch\.load"),
+        ("list.pt", r"the file is none that torch\.save has written"),
         ("other.pt", r"the file holds list, and a dict was expected"),
     ):
         with pytest.raises(TrainError, match=text):

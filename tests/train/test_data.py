@@ -228,8 +228,8 @@ class Stream(IterableDataset[int]):
     ("wrong", "said"),
     [
         (lambda: ElasticDataLoader(Stream(), 4), "samples by index"),
-        (lambda: loader(10, 0), "global_batch_size must be at least 1"),
-        (lambda: loader(10, 4, micro_batch_size=0), "micro_batch_size must be at least 1"),
+        (lambda: loader(10, 0), "global_batch_size must be a whole number, 1 or more, not 0"),
+        (lambda: loader(10, 4, micro_batch_size=0), "micro_batch_size must be a whole number, 1 or more, not 0"),
         (lambda: loader(10, 4, scale="cubic", base_world_size=1), "scale must be one of linear, sqrt"),
         (lambda: loader(10, 4, scale="sqrt"), "scale needs base_world_size"),
         (lambda: loader(10, 4, base_world_size=2), "without it base_world_size has no meaning"),

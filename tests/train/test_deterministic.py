@@ -268,9 +268,9 @@ def wrong_uses(rank: int, world: int) -> list[tuple[str, str]]:
         (lambda: step_of(DistributedDataParallel(module)), "takes the module itself"),
         (lambda: step_of(module, micro_batch_size=3), "whose shards are the micro-batches"),
         (lambda: step_of(module, rank=1, world_size=3), "rank 1 of 3"),
-        (lambda: DeterministicShards(module, shards=0), "shards must be at least 1"),
+        (lambda: DeterministicShards(module, shards=0), "shards must be a whole number, 1 or more, not 0"),
         (lambda: DeterministicShards(module).request("rest"), "no request 'rest'"),
-        (lambda: DeterministicShards(module, threads=0), "threads must be at least 1"),
+        (lambda: DeterministicShards(module, threads=0), "threads must be a whole number, 1 or more, not 0"),
     ]
     uses.append((lambda: step_of(module.requires_grad_(False)), "nothing to reduce"))
     found = []

@@ -154,7 +154,9 @@ def refused(rank: int, world: int) -> list[str]:
 
 def test_modules_of_torch_are_refused_with_a_word_on_the_optimizer() -> None:
     names = ("DistributedDataParallel", "FSDPSequential")
-    expected = [f"a {name} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer" for name in names]
+    expected = [
+        f"torch's {name} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer" for name in names
+    ]
     assert run(1, refused) == [expected]
 
 

@@ -235,7 +235,7 @@ def optimizer_in_backward_much_later(rank: int, wrap: Wrap) -> list[Any]:
 def wrapped_twice(rank: int, wrap: Wrap) -> list[Any]:
     """Parameters of two wrapped modules, which are called by turns; the second contains the first."""
     inner = wrap(make())
-    outer, found = wrap(inner), []
+    outer, found = wrap(nn.Sequential(inner)), []
     for step in range(8):
         inner.zero_grad()
         (outer if step % 4 == 3 else inner)(batch(step, rank)).pow(2).mean().backward()

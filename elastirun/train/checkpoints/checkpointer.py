@@ -25,6 +25,7 @@ from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.progress import at_step, saving
+from elastirun.train.arguments import shown, verify_type, whole
 from elastirun.train.checkpoints import restoring
 from elastirun.train.checkpoints.dcp import DcpFiles
 from elastirun.train.checkpoints.due import due
@@ -70,8 +71,8 @@ class Checkpointer:
     every          from one checkpoint on the disk to the next: steps, or a ``datetime.timedelta``; ``save`` does nothing in other steps.
                    1 (default): each call counts. A time is that of rank 0 since the last save began (at first: since the checkpointer
                    was made); the ranks agree on it about once a second, so every rank calls ``save`` after each step
-    memory_every   steps from one copy in memory to the next, for a restart without the disk; default: only what goes to the disk, too.
-                   A kill then costs no more steps than that, however slow the disk is; the state is three times
+    memory_every   steps from one copy in memory to the next, at most ``every``, for a restart without the disk; default: only what goes
+                   to the disk, too. A kill then costs no more steps than that, however slow the disk is; the state is three times
                    in shared memory
     group          the process group of the ranks; default: the default group, or this process alone
 
@@ -89,7 +90,9 @@ class Checkpointer:
         memory_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check_arguments(os.fspath(directory), keep=keep, memory_every=1 if memory_every is None else memory_every)
+        _check_arguments(directory, keep=keep, memory_every=1 if memory_every is None else memory_every)
+        if memory_every and isinstance(every, int) and memory_every > every:
+            raise WrongUse(f"memory_every={memory_every} must not be more than every={every}, after which a copy goes to the disk anyway")
         self.pid = os.getpid()
         self._url, self._keep = os.fspath(directory), keep
         self._due = due(every)
@@ -315,6 +318,7 @@ class Checkpointer:
         directory cannot be used.
         """
         self._check_use()
+        step = None if step is None else _whole(step)
         restoring.check_state(state)
         self._ranks.begin("restore")
         self._claim_directory()
@@ -416,10 +420,11 @@ class _Costs:
     blocked: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
 
-def _check_arguments(directory: str, **numbers: int) -> None:
+def _check_arguments(directory: Any, **numbers: int) -> None:
     for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise WrongUse(f"{name} must be a whole number, 1 or more, not {value!r}")
+        whole(name, value)
+    verify_type(directory, str | os.PathLike, "directory", "a path, or a URL of an object store")
+    directory = os.fspath(directory)
     if not directory:
         raise WrongUse("directory is empty: where are the checkpoints to be?")
     if directory.startswith("memory://"):
@@ -432,5 +437,5 @@ def _whole(step: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_NUMBER:
-        raise TrainError(f"step must be a whole number from 0 to 2**53, not {step!r}")
+        raise TrainError(f"step must be a whole number from 0 to 2**53, not {shown(step)}")
     return number

@@ -196,6 +196,9 @@ def open_foreign(path: str | os.PathLike[str], state: Mapping[str, Any] | None =
 
 def _open_file(path: str | os.PathLike[str]) -> Foreign:
     found = Foreign()
+    with open(path, "rb") as file:
+        if file.read(1) not in (b"P", b"\x80"):  # a zip archive; a pickle, which is torch's old form
+            raise CheckpointError("the file is none that torch.save has written: give one, or the folder of a checkpoint")
     value = _load(path, "the file")
     if not isinstance(value, Mapping):
         raise CheckpointError(f"the file holds {type(value).__name__}, and a dict was expected")

@@ -69,7 +69,7 @@ def due(every: int | timedelta) -> EverySteps | EveryPeriod:
     """Return the rule for ``every``. Raises TrainError for what is no number of steps and no time."""
     if isinstance(every, timedelta) and every > timedelta(0):
         return EveryPeriod(every)
-    if not isinstance(every, int) or every < 1:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise WrongUse(f"every must be a whole number, 1 or more, or a timedelta above zero, not {every!r}")
     return EverySteps(every)
 

@@ -19,6 +19,7 @@ from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, clip, decode, encode
 from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.errors import CheckpointError
+from elastirun.train.arguments import verify_type
 from elastirun.train.checkpoints.dcp import open_foreign
 from elastirun.train.checkpoints.memory import RankImage, describe, fetch, together
 from elastirun.train.checkpoints.ranks import Ranks
@@ -93,6 +94,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
     CheckpointError.
     """
     check_state(state)
+    verify_type(path, str | os.PathLike, "path", "that of a file or folder")
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if os.path.isfile(os.path.join(path, COMMIT)):
         folder, name = os.path.split(os.path.abspath(path))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from elastirun.progress import progress
+from elastirun.train.arguments import verify_module, whole
 from elastirun.train.data.keyed_rng import keyed_rng
 from elastirun.train.data.shard_tree import Span, add_up, halves, subtrees
 from elastirun.train.data.shares import share
@@ -71,11 +72,8 @@ class DeterministicShards:
         process_group: dist.ProcessGroup | None = None,
         device_mesh: Any = None,
     ) -> None:
-        for name, number in (("shards", shards), ("threads", threads)):
-            if number < 1:
-                raise WrongUse(f"{name} must be at least 1, not {number}")
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise WrongUse("DeterministicShards takes the module itself: it reduces in place of DistributedDataParallel")
+        shards, threads = whole("shards", shards), whole("threads", threads)
+        verify_module(module, "DeterministicShards")
         if sparse := sorted(sparse_names(module)):
             raise WrongUse(f"the gradient of {sparse[0]} is sparse, which deterministic mode does not reduce: use sparse=False")
         check_reducible(list(module.named_parameters()), None)
@@ -103,7 +101,7 @@ class DeterministicShards:
     def request(self, name: str) -> None:
         """Request "checkpoint" or "drain": after the next step, ``name in requests`` on every rank, for one step."""
         if name not in REQUESTS:
-            raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
+            raise TrainError(f'there is no request {name!r}: give "checkpoint" or "drain"')
         self._asked.add(name)
 
     def contract(self) -> dict[str, int | str]:

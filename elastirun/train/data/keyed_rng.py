@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from elastirun.train.arguments import whole
+
 
 @contextmanager
 def keyed_rng(*key: int, cuda: bool = True) -> Iterator[None]:
@@ -19,11 +21,13 @@ def keyed_rng(*key: int, cuda: bool = True) -> Iterator[None]:
 
     With the key (seed, step, shard) the dropout of a forward is the same whatever rank computes the shard. numpy's generator counts if
     numpy is loaded; ``cuda``: the generator of the current GPU counts, too, if CUDA is in use. A ``torch.Generator`` or
-    ``numpy.random.Generator`` of your own is left alone. Costs 30 µs, 150 µs where numpy is loaded.
+    ``numpy.random.Generator`` of your own is left alone. Costs 30 µs, 150 µs where numpy is loaded. Raises TrainError for a key without
+    numbers, or with others than whole ones.
     """
+    numbers = [whole("each part of the key of keyed_rng()", number, None) for number in key or (None,)]
     states = _states(cuda)
     try:
-        _seed(key, cuda)
+        _seed(numbers, cuda)
         yield
     finally:
         _restore(states)

@@ -9,25 +9,29 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from elastirun.train.arguments import named, shown, whole
 from elastirun.train.data.deterministic import DeterministicShards
 from elastirun.train.data.keyed_rng import KeyedSamples
 from elastirun.train.data.permutation import Permutation
 from elastirun.train.data.shares import share, split
 from elastirun.train.data.steps import Step, accumulate, verify_ranks
+from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.mesh import place_in, verify_no_mesh
 
-if TYPE_CHECKING:
-    from elastirun.train.ddp.module import DistributedDataParallel
-
 SCALES = {"linear": lambda times: times, "sqrt": math.sqrt}  # factor of the learning rate for a global batch that is so many times as large
-OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")  # arguments of DataLoader that have no place here
+OURS = {  # arguments of torch's DataLoader that have no place here, and what to do instead
+    "batch_size": "give global_batch_size=, the samples of a step over all ranks together",
+    "sampler": (own := "a dataset can give its samples in an order of its own (shuffle=False)"),
+    "batch_sampler": own,
+    "generator": "give seed=",
+}
 
 
 class ElasticDataLoader:
@@ -42,7 +46,8 @@ class ElasticDataLoader:
             for batch in loader:                # what is left of the epoch
                 ...
 
-    global_batch_size   samples of a step over all ranks; the last batch of an epoch may be smaller
+    global_batch_size   samples of a step over all ranks together, in place of torch's ``batch_size``; always given. The last batch of an
+                        epoch may be smaller
     micro_batch_size    the most samples that a rank loads and computes at a time, in the steps of ``steps()``; default: its whole share
     scale               None (default): the global batch is the same at every world size. "linear" or "sqrt": ``global_batch_size`` is that
                         of ``base_world_size`` ranks, and each rank's share stays instead; multiply the learning rate by ``lr_factor``
@@ -69,7 +74,7 @@ class ElasticDataLoader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         *,
         micro_batch_size: int | None = None,
         scale: str | None = None,
@@ -83,17 +88,12 @@ class ElasticDataLoader:
         device_mesh: Any = None,
         **loading: Any,
     ) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise WrongUse(f"ElasticDataLoader needs a dataset with a length and samples by index, which {type(dataset).__name__} is not")
+        self.length = _verify_dataset(dataset)
         if wrong := [name for name in OURS if name in loading]:
-            own = ", and a dataset can give its samples in an order of its own (shuffle=False)" if "sampler" in wrong[0] else ""
-            raise WrongUse(
-                f"{wrong[0]} is not an argument of ElasticDataLoader: it has global_batch_size, shuffle, seed and drop_last{own}"
-            )
-        for name, number in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
-            if number is not None and number < 1:
-                raise WrongUse(f"{name} must be at least 1, not {number}")
-        self.length = len(dataset)
+            raise WrongUse(f"{wrong[0]} is not an argument of ElasticDataLoader: {OURS[wrong[0]]}")
+        global_batch_size = whole("global_batch_size", global_batch_size)
+        micro_batch_size = None if micro_batch_size is None else whole("micro_batch_size", micro_batch_size)
+        seed = whole("seed", seed, None)
         self.rank, self.world_size = _rank_and_world(rank, world_size) if device_mesh is None else place_in(device_mesh)
         self.global_batch_size, self.lr_factor = _scaled(global_batch_size, scale, base_world_size, self.world_size)
         self._follows_world = scale is not None  # the size of the global batch
@@ -158,7 +158,7 @@ class ElasticDataLoader:
         """
         if not isinstance(ddp, DeterministicShards):
             verify_ranks(self.rank, self.world_size, ddp)
-        yield from self.steps_in_any_world(ddp)
+        return self.steps_in_any_world(ddp)
 
     def steps_in_any_world(self, ddp: DistributedDataParallel | DeterministicShards) -> Iterator[Step]:
         """Yield steps as ``steps`` does, also where the module is in another world than the data.
@@ -245,6 +245,19 @@ class ElasticDataLoader:
         self.contract = dict(state.get("deterministic", {}))
 
 
+def _verify_dataset(dataset: Any) -> int:
+    """Return the number of samples of ``dataset``. Raises WrongUse unless it has samples by index."""
+    needs = "ElasticDataLoader needs a dataset with a length and samples by index"
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        instead = "give its dataset" if isinstance(dataset, DataLoader) else "without these use ElasticShards"
+        raise WrongUse(f"{needs}, not {named(dataset)}: {instead}")
+    if isinstance(dataset, Mapping) and 0 not in dataset:  # such as the splits of Hugging Face's datasets
+        raise WrongUse(f"{needs}, not {named(dataset)} of {', '.join(map(shown, islice(dataset, 5)))}: give one of these")
+    if not (length := len(dataset)):
+        raise WrongUse(f"the dataset, {named(dataset)}, has no samples: see where it looks for them")
+    return length
+
+
 class _Shares:
     """The indices of this rank's samples, batch by batch, from the position at which ``loader`` stands when an iteration begins."""
 
@@ -278,9 +291,9 @@ def _scaled(global_batch_size: int, scale: str | None, base_world_size: int | No
         return global_batch_size, 1.0
     if scale not in SCALES:
         raise WrongUse(f"scale must be one of {', '.join(SCALES)}, not {scale!r}; without it base_world_size has no meaning")
-    if base_world_size is None or base_world_size < 1:
+    if base_world_size is None:
         raise WrongUse("scale needs base_world_size: the number of ranks that global_batch_size and the learning rate were chosen for")
-    size = max(round(global_batch_size * world_size / base_world_size), 1)
+    size = max(round(global_batch_size * world_size / whole("base_world_size", base_world_size)), 1)
     return size, float(SCALES[scale](size / global_batch_size))
 
 
@@ -293,8 +306,8 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not 0 <= rank < world_size:
-        raise TrainError(f"rank must be between 0 and {world_size - 1}, not {rank}")
+    if not 0 <= whole("rank", rank, None) < whole("world_size", world_size):
+        raise WrongUse(f"rank must be between 0 and {world_size - 1}, not {rank}")
     return rank, world_size
 
 

@@ -10,23 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
+from elastirun.train.arguments import shown, verify_callable, whole
 from elastirun.train.data.permutation import Permutation
 from elastirun.train.data.shard_order import Progress, Rest
 from elastirun.train.data.shares import share
 from elastirun.train.data.steps import Step, accumulate, verify_ranks
+from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import digest, gather, gather_text
 from elastirun.train.groups.process_groups import find_group, group_of
-
-if TYPE_CHECKING:
-    from elastirun.train.ddp.module import DistributedDataParallel
 
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "persistent_workers")  # arguments of DataLoader
 
@@ -51,7 +50,7 @@ class ElasticShards:
                         better many times as many, since ranks whose shards are read up wait for the others at the end of an epoch
     read                opens a shard. If what it returns has a method ``skip(n)`` (Hugging Face's IterableDataset), a shard that was begun
                         is continued with it; otherwise its first samples are read again and dropped
-    global_batch_size   samples of a step over all ranks, as long as all ranks have some; at least one for each rank
+    global_batch_size   samples of a step over all ranks, as long as all ranks have some; at least one for each rank; always given
     shuffle             the order of the shards; samples within a shard come as ``read`` gives them. Default True
     seed                of the order
     process_group       the ranks; default: the default group, or this process alone if there is none
@@ -66,7 +65,7 @@ class ElasticShards:
         self,
         shards: Sequence[Any],
         read: Callable[[Any], Iterable[Any]],
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         *,
         shuffle: bool = True,
         seed: int = 0,
@@ -76,17 +75,22 @@ class ElasticShards:
     ) -> None:
         if wrong := [name for name in OURS if name in loading]:
             raise WrongUse(f"{wrong[0]} is not an argument of ElasticShards: it has global_batch_size, shuffle and seed")
+        verify_callable(read, 1, "read", "a function that opens a shard, read(shard)")
+        if isinstance(shards, str) or not (hasattr(shards, "__len__") and hasattr(shards, "__getitem__")) or not len(shards):
+            raise WrongUse(f"shards must be a sequence of one shard or more, such as a list of paths, not {shown(shards)}")
         group = group_of(process_group, device_mesh)
         self.group = find_group(group) if group or (dist.is_available() and dist.is_initialized()) else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
+        global_batch_size = whole("global_batch_size", global_batch_size)
         if global_batch_size < self.world_size:
-            raise TrainError(f"global_batch_size must be at least 1 for each of {self.world_size} ranks, not {global_batch_size}")
-        self.shards, self.read, self.shuffle, self.seed = shards, read, shuffle, seed
+            raise WrongUse(f"global_batch_size must be at least 1 for each of {self.world_size} ranks, not {global_batch_size}")
+        self.shards, self.read, self.shuffle, self.seed = shards, read, shuffle, whole("seed", seed, None)
         self.global_batch_size, self.epoch = global_batch_size, 0
         self._collate: Callable[[list[Any]], Any] = loading.pop("collate_fn", None) or default_collate
         self._workers, self._loading = max(int(loading.get("num_workers", 0)), 1), loading
         self._go_to(Rest(len(shards)))
+        self._loader()  # raises for wrong arguments
 
     def _go_to(self, rest: Rest) -> None:
         """Continue with what is left of the epoch. Streams begin anew: one for each rank and each of its loading workers."""
@@ -98,10 +102,6 @@ class ElasticShards:
         The last backward of a step reduces, and each sample counts the same. A rank whose shards are read up has loops without a turn,
         and the gradients of the others, until all are. A step counts as consumed when its loop is over.
         """
-        if not hasattr(ddp, "process_group"):
-            raise TrainError(
-                f"ElasticShards needs DistributedDataParallel: {type(ddp).__name__} needs samples by index (ElasticDataLoader)"
-            )
         verify_ranks(self.rank, self.world_size, ddp)
         parts = self._load()
         part = next(parts, None)
@@ -134,8 +134,11 @@ class ElasticShards:
 
     def _load(self) -> Iterator[_Part]:
         """Load this rank's batches from the present position on."""
+        return iter(self._loader())
+
+    def _loader(self) -> DataLoader[_Part]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)  # the loading workers' seed, not drawn from the program's
-        return iter(DataLoader(_Streams(self), batch_size=None, collate_fn=_whole, generator=generator, **self._loading))
+        return DataLoader(_Streams(self), batch_size=None, collate_fn=_whole, generator=generator, **self._loading)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the training stands in its data; the same on every rank. Every rank calls it at the same point, after a step.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from elastirun.train.arguments import named
+from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.errors import TrainError, WrongUse
-
-if TYPE_CHECKING:
-    from elastirun.train.ddp.module import DistributedDataParallel
 
 
 class Step:
@@ -37,6 +36,8 @@ def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> No
 
     Where several ranks share a replica (tensor parallelism, pipelines) that group is smaller than the world.
     """
+    if not hasattr(ddp, "_reducer"):
+        raise WrongUse(f"steps() needs elastirun.train.DistributedDataParallel(module), or DeterministicShards(module), not {named(ddp)}")
     world = ddp._reducer.world
     if (rank, world_size) != (world.rank, world.size):
         raise WrongUse(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.train import autograd_engine
+from elastirun.train.arguments import verify_callable, whole
 from elastirun.train.ddp.at_exit import release_at_exit
 from elastirun.train.ddp.deepcopy_support import TIED, FirstBackward
 from elastirun.train.ddp.nested_tensors import find_tensors, to_device
@@ -111,14 +112,14 @@ class DistributedDataParallel(TorchNames):
     ) -> None:
         cap = max(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
         late = delay_all_reduce_named_params, param_to_hook_all_reduce
-        verify_arguments(device_ids, output_device, cap, mean_over, late, mixed_precision)
+        verify_arguments(module, device_ids, output_device, cap, mean_over, late, mixed_precision)
         nn.Module.__init__(self)
         self.module = module
         self.__dict__.update(torch_attributes(module, device_ids, cap, bucket_cap_mb_list), dim=dim, static_graph=static_graph)
         self.__dict__.update(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view)
         self.__dict__.update(skip_all_reduce_unused_params=skip_all_reduce_unused_params, batched_grad_copy=batched_grad_copy)
         self._inputs_to = torch.device(device_ids[0]) if device_ids else None
-        self._options = Options(cap, mean_over == "users", check_finite, check_replicas_every, transport)
+        self._options = Options(cap, mean_over == "users", check_finite, whole("check_replicas_every", check_replicas_every, 0), transport)
         self._take_buffers(broadcast_buffers, forward_sync_buffers)
         self._begin(process_group, device_mesh, init_sync)
 
@@ -379,9 +380,7 @@ class DistributedDataParallel(TorchNames):
 
         Gradients of backwards that are left over when the data end stay local: choose ``n`` so that it divides their number.
         """
-        if n < 1:
-            raise TrainError(f"accumulate() takes a number of backwards, 1 or more, not {n}")
-        self._reducer.schedule.reduce_every(n)
+        self._reducer.schedule.reduce_every(whole("n of accumulate()", n))
 
     def set_samples(self, samples: float, backwards: float = 1) -> None:
         """Set the number of samples that this rank's gradients stand for, until the next call; default 1 on each rank.
@@ -393,10 +392,10 @@ class DistributedDataParallel(TorchNames):
         first step with a call, either every rank calls it or this rank's number stays as it was (call it before the first step).
         Otherwise the next backward raises a TrainError on every rank.
         """
-        if not 0 <= samples < float("inf"):
-            raise TrainError(f"set_samples() takes a number that is not negative, not {samples}")
-        if not 0 < backwards < float("inf"):
-            raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards}")
+        if not (hasattr(samples, "__float__") and 0 <= samples < float("inf")):
+            raise TrainError(f"set_samples() takes a number that is not negative, not {samples!r}")
+        if not (hasattr(backwards, "__float__") and 0 < backwards < float("inf")):
+            raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards!r}")
         self._reducer.local_report.weigh(float(samples), float(backwards))
 
     def skip(self) -> None:
@@ -451,7 +450,7 @@ class DistributedDataParallel(TorchNames):
     def request(self, name: str) -> None:
         """Request "checkpoint" or "drain": after the next reduction, ``name in ddp.agreement.requests`` on every rank, for one step."""
         if name not in REQUESTS:
-            raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
+            raise TrainError(f'there is no request {name!r}: give "checkpoint" or "drain"')
         self._reducer.local_report.request(name)
 
     @property
@@ -510,11 +509,16 @@ class DistributedDataParallel(TorchNames):
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let ``hook(state, bucket)`` reduce the buckets, as in torch: the hook returns a future of the result, and divides by itself.
 
+            def mean(group, bucket):
+                flat = bucket.buffer().div_(dist.get_world_size(group))
+                return dist.all_reduce(flat, group=group, async_op=True).get_future()  # a torch.futures.Future
+
+        Raises WrongType for what is not callable with two arguments, and in a backward for a hook that returns no future.
+
         Every rank calls it between the same two steps. Before the first reduction, a rank that has not is a ModelMismatch on all of them;
         later, the reductions no longer fit together and end in a ReductionFailed or an abort.
         """
-        if not callable(hook):
-            raise WrongUse("a communication hook must be callable: hook(state, bucket) -> torch.futures.Future")
+        verify_callable(hook, 2, "a communication hook", "a function, hook(state, bucket) -> torch.futures.Future")
         if self._hook[0] is not None:
             raise WrongUse("there is a communication hook already; a module takes one")
         self._hook = (hook, state)

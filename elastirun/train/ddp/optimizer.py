@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from elastirun.train.arguments import named
 from elastirun.train.errors import WrongUse
 from elastirun.train.state.loading import ShardedState
 
@@ -53,6 +54,8 @@ class BucketSteps:
     def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[nn.Parameter]) -> None:
         if isinstance(optimizer, ShardedState):
             raise WrongUse("a ShardedOptimizer steps all parameters at once: it does not work with step_in_backward()")
+        if not hasattr(optimizer, "param_groups"):
+            raise WrongUse(f"step_in_backward() takes an optimizer, not {named(optimizer)}: make it before, of the module's parameters")
         ours = set(map(id, owned))
         if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
             raise WrongUse("the optimizer also holds parameters that the module does not; those would be stepped with each bucket")

@@ -18,6 +18,7 @@ from torch._utils import _get_device_index
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
+from elastirun.train.arguments import shown, verify_module, verify_type
 from elastirun.train.ddp.joining import NOT_JOINING, JoinedRank, announce
 from elastirun.train.ddp.nested_tensors import find_tensors
 from elastirun.train.errors import ReductionFailed, TrainError, WrongUse
@@ -46,6 +47,7 @@ torchs: Any = Original
 
 
 def verify_arguments(
+    module: Any,
     ids: Sequence[int | torch.device] | None,
     output: int | torch.device | None,
     cap: float | None,
@@ -54,6 +56,8 @@ def verify_arguments(
     mixed_precision: object,
 ) -> None:
     """Raise WrongUse for arguments of the constructor that cannot be followed. ``cap``: of a bucket, in MiB."""
+    verify_module(module, "DistributedDataParallel")
+    verify_type(ids, Sequence | None, "device_ids", "None or a list of one device")
     if ids is not None and len(ids) > 1:
         raise WrongUse(f"device_ids must be None or name one device, not {len(ids)}: start one process per device")
     if output is not None and (not ids or torch.device(output) != torch.device(ids[0])):
@@ -64,8 +68,8 @@ def verify_arguments(
         raise WrongUse("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
     if mixed_precision is not None:
         raise WrongUse("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
-    if cap is not None and cap <= 0:
-        raise WrongUse(f"bucket_cap_mb must be more than 0, not {cap}")
+    if cap is not None and not (isinstance(cap, int | float) and cap > 0):
+        raise WrongUse(f"bucket_cap_mb must be a number above 0, not {shown(cap)}")
 
 
 def torch_attributes(

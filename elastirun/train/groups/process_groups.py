@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from elastirun.train.arguments import shown
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import backends_of, broadcast, gather
 from elastirun.train.groups.rank_prefix import one_prefix
-from elastirun.train.mesh import verify_no_mesh
+from elastirun.train.mesh import verify_mesh, verify_no_mesh
 
 OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
 
@@ -201,6 +202,8 @@ def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_available() or (group is None and not dist.is_initialized()):
         raise TrainError("there is no process group: call torch.distributed.init_process_group() before, or give process_group=")
     found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup | int):  # an int marks a rank outside of the group
+        raise WrongUse(f"process_group must be one of torch.distributed, as new_group() returns, not {shown(found)}")
     if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
         raise TrainError("this process is not a member of the process group that was given")
     return found
@@ -263,6 +266,7 @@ def group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup | 
         return group
     if group is not None:
         raise WrongUse("Cannot specify both process_group and device_mesh arguments. Give one of them")
+    verify_mesh(mesh)
     if mesh.ndim != 1:
         raise WrongUse(f"Only 1D device mesh is supported, but got {mesh}: give one of its dimensions by name, as in mesh['data']")
     found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
+from elastirun.train.arguments import named, shown, verify_type
 from elastirun.train.data.loader import ElasticDataLoader
 from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.ddp.world_switch import WorldSwitch, reducing
@@ -23,6 +25,7 @@ from elastirun.train.state.train_state import TrainState
 from elastirun.worker.live_connection import LiveConnection
 from elastirun.worker.live_messages import VARIABLE
 
+T = TypeVar("T")
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
@@ -44,8 +47,9 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
     With gloo it is a group of this process alone: what comes next (the model, its first compilation) waits for nobody. ``Elastic`` makes
     the group of all workers that the launcher has started. So it is with "cpu:gloo,cuda:nccl", for a model on a GPU, which is
     experimental. With another backend it is that group at once. ``timeout``: for a collective; None: torch's default, 30 minutes for
-    gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
+    gloo. Raises TrainError if there is an agent of elastirun that cannot be reached, and for a backend that torch lacks.
     """
+    _verify_given(backend, timeout)
     if backend in LIVE and os.environ.get("ELASTIRUN_MESH"):
         raise WrongUse("a mesh (--mesh) has no live workers yet: use torch.distributed.init_process_group() and no Elastic")
     Given.backend = backend = NCCL if ":" in backend and backends_of(backend) == backends_of(NCCL) else backend
@@ -57,6 +61,14 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
         init_alone()
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def _verify_given(backend: Any, timeout: Any) -> None:
+    """Raise WrongUse for what later worlds could not be made of."""
+    names = [part.rpartition(":")[2] for part in backend.split(",")] if isinstance(backend, str) else [""]
+    if missing := [name for name in names if not dist.is_backend_available(name)]:
+        raise WrongUse(f'this torch has no backend {missing[0] or shown(backend)}: give "gloo", or "{NCCL}" for a model on a GPU')
+    verify_type(timeout, timedelta | None, "timeout", "a datetime.timedelta, such as timedelta(minutes=5)")
 
 
 def init_alone() -> None:
@@ -76,23 +88,30 @@ def _connect() -> LiveConnection | None:
 
 def parts_of(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoader]:
     """Return the module that reduces, and the loader. Raises TrainError if the state has none, or several."""
-    models = [part for part in state.values() if isinstance(part, DistributedDataParallel)]
-    loaders = [part for part in state.values() if isinstance(part, ElasticDataLoader)]
-    if len(models) != 1 or len(loaders) != 1:
-        raise WrongUse(
-            "Elastic needs a state with one DistributedDataParallel of elastirun.train and one ElasticDataLoader, "
-            f"this one has {len(models)} and {len(loaders)}"
-        )
+    verify_type(state, TrainState, "state", "TrainState(model=…, optimizer=…, data=…)")
+    model = _only_part(state, DistributedDataParallel, "model", "(module)")
+    loader = _only_part(state, ElasticDataLoader, "data", "(dataset, global_batch_size)")
     for name, part in state.items():
         if isinstance(part, ShardedState):
             raise WrongUse(f"a lost rank takes its part of {name!r}, a ShardedOptimizer, along: give Elastic an optimizer that is whole")
-        is_ours = part is loaders[0] or isinstance(part, nn.Module)
+        is_ours = part is loader or isinstance(part, nn.Module)
         if not is_ours and hasattr(part, "state_dict") and hasattr(part, "__iter__"):
             raise WrongUse(
                 f"Elastic cannot bring back {name!r}, a loader with a position of its own, to where it was before a "
                 "step that does not count: have its samples in the dataset of the ElasticDataLoader, or find them by run.step"
             )
-    return models[0], loaders[0]
+    return model, loader
+
+
+def _only_part(state: TrainState, kind: type[T], name: str, arguments: str) -> T:
+    """Return the only part of ``state`` that is of ``kind``. Raises WrongUse if there is none, or several."""
+    found = [part for part in state.values() if isinstance(part, kind)]
+    if len(found) > 1:
+        raise WrongUse(f"Elastic needs a state with one {kind.__name__}, this one has {len(found)}")
+    if not found:
+        given = f"whose {name} is {named(state[name])}" if name in state else f"without {name}"
+        raise WrongUse(f"Elastic cannot use a state {given}: give {name}=elastirun.train.{kind.__name__}{arguments}")
+    return found[0]
 
 
 def check(model: DistributedDataParallel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastirun.progress import saving
+from elastirun.train.arguments import verify_type
 from elastirun.train.checkpoints.checkpointer import Checkpointer
 from elastirun.train.checkpoints.ranks import begin_world
 from elastirun.train.state.train_state import TrainState
@@ -27,6 +28,7 @@ class WorldCheckpoints:
             return
         begin_world()
         self.current = self._make()
+        verify_type(self.current, Checkpointer, "what checkpoints() returns", "a Checkpointer")
         if self._last_save is not None:
             self.current.continue_from(self._last_save)  # or none would be due where worlds change more often
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from elastirun.train.errors import ReductionFailed
+from elastirun.train.arguments import named
+from elastirun.train.errors import ReductionFailed, WrongType
 from elastirun.train.reduction.transports.base import advice
 
 
@@ -52,6 +53,9 @@ class HookWork:
     """The ``Work`` of a reduction by a hook."""
 
     def __init__(self, future: Future[Any], flat: Tensor, what: str) -> None:
+        if not hasattr(future, "done"):
+            instead = "torch.futures.Future, as dist.all_reduce(bucket.buffer(), async_op=True).get_future()"
+            raise WrongType(f"{what} returned {named(future)}: return a {instead}")
         self._future, self._flat, self._what = future, flat, what
 
     def done(self) -> bool:
@@ -65,7 +69,7 @@ class HookWork:
             raise ReductionFailed(f"{self._what} failed: {text}. {advice()}") from error
         tensor = result[0] if isinstance(result, (list, tuple)) else result
         if not isinstance(tensor, Tensor) or tensor.numel() != self._flat.numel():
-            raise TypeError(
+            raise WrongType(
                 f"a communication hook's future must hold a tensor of {self._flat.numel()} elements, not {type(tensor).__name__}"
             )
         if tensor.data_ptr() != self._flat.data_ptr():

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from elastirun.errors import CheckpointError
+from elastirun.train.arguments import verify_type
 from elastirun.train.state.names import plain_names
 
 
@@ -25,6 +26,8 @@ class Stages(nn.Module):
     """
 
     def __init__(self, *parts: nn.Module) -> None:
+        for part in parts:
+            verify_type(part, nn.Module, "each part of Stages(*parts)", "a torch.nn.Module")
         super().__init__()
         self.parts = nn.ModuleList(parts)
 

@@ -47,7 +47,7 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
     except RecursionError:
         raise CheckpointError("the state has too many containers within each other; does one contain itself?") from None
     if type(tree) is not dict or TAG in tree:
-        raise CheckpointError("the state must be a dict whose keys are texts")
+        raise CheckpointError("""the state must be a dict whose keys are texts, as {"model": model, "optimizer": optimizer} is""")
     return Flat(work.tensors, tree, work.names.modules)
 
 

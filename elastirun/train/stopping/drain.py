@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from elastirun.train.arguments import named
 from elastirun.train.errors import WrongUse
 from elastirun.train.stopping.failure_stop import FailureStop
 from elastirun.train.stopping.stop_word import StopWord
@@ -71,7 +72,8 @@ class Drain:
     alone. When the agent stops the workers because one has failed, there is nobody left to agree with: then the signal ends this process
     at once, unless all had agreed before or there was another handler.
 
-    Raises TrainError if ``ddp`` is a module of torch, or does not span all ranks: its control words would not reach the others.
+    Raises TrainError for signals that cannot be handled, and if ``ddp`` is a module of torch, or does not span all ranks: its control
+    words would not reach the others.
     """
 
     def __init__(self, ddp: Agreeing | torch.optim.Optimizer, signals: Iterable[int] | None = None) -> None:
@@ -82,11 +84,20 @@ class Drain:
         self._known: float | None = None  # when this rank knew of the stop, on time.monotonic
         self._signum = 0  # the first signal that this process got; 0: none
         self._before: dict[int, Handler] = {}
+        self._failure_stop: FailureStop | None = None
         if threading.current_thread() is threading.main_thread():
-            for signum in _signals() if signals is None else signals:
-                self._before[signum] = signal.signal(signum, self._arrived)
-        self._failure_stop = FailureStop(self._before, self._give_up) if self._before else None
+            self._install(_signals() if signals is None else signals)
+        if self._before:
+            self._failure_stop = FailureStop(self._before, self._give_up)
         atexit.register(self._release_others)
+
+    def _install(self, signals: Any) -> None:
+        for signum in signals if isinstance(signals, Iterable) else [signals]:
+            try:
+                self._before[signum] = signal.signal(signum, self._arrived)
+            except (OSError, TypeError, ValueError):
+                self.close()
+                raise WrongUse(f"signals: no handler can be installed for {signum!r}; give numbers, as [signal.SIGTERM]") from None
 
     @property
     def requested(self) -> bool:
@@ -206,8 +217,7 @@ class Drain:
 def _agreeing(module: Any) -> Agreeing:
     """Return ``module`` if its ranks can tell each other of a stop. Raises TrainError if they cannot."""
     if not hasattr(module, "drained"):
-        name = type(module).__name__
-        raise WrongUse(f"a {name} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer")
+        raise WrongUse(f"{named(module)} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer")
     world, group = dist.get_world_size(), dist.get_world_size(module.process_group)
     if world != group:
         raise WrongUse(

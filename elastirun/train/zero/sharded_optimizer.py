@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastirun.train.arguments import named
 from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import gather_text
@@ -62,7 +63,9 @@ class ShardedOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         if not isinstance(ddp, DistributedDataParallel):
-            raise WrongUse(f"ShardedOptimizer needs a DistributedDataParallel of elastirun.train, not a {type(ddp).__name__}")
+            raise WrongUse(f"ShardedOptimizer needs elastirun.train.DistributedDataParallel(module), not {named(ddp)}")
+        if not hasattr(kind, "__name__"):  # no class and no function
+            raise WrongUse(f"kind must be the class of an optimizer, such as torch.optim.AdamW, not {named(kind)}")
         if not (isinstance(kind, type) and is_elementwise(kind)):
             name = getattr(kind, "__name__", type(kind).__name__)
             raise WrongUse(f"{name} may need more than single elements of a parameter: {', '.join(ELEMENTWISE)} can be sharded")
