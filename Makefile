@@ -1,4 +1,4 @@
-# make train      set up .venv (once) and train the example under elastirun with two workers
+# make train      train the example under elastirun with two workers; the first time it sets up .venv, with no more than the example needs
 # make quick      while you work: style, types, layers and the tests that need no process, within a minute (TESTS=tests/agent/test_guard.py: these, too)
 # make test       every check and test; of tests of many like cases that take long, some of the cases, others each day (TESTS=tests/system: all
 #                 of the cases there)
@@ -28,8 +28,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# The stamp's name changes with what the environment is made from, and is written last: a half-made .venv is never taken for a whole one.
-STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c 1-16)
+# A stamp's name changes with what the environment is made from, and is written last: a half-made .venv is never taken for a whole one.
+# For the example alone the tools of the tests are left out.
+MADE_FROM := $(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c 1-16)
+STAMP := .venv/ready-$(MADE_FROM)
+EXAMPLE_STAMP := .venv/example-$(MADE_FROM)
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 # Two processes for each of two processors: half of the tests wait most of the time. A process runs whole files, so that what the tests of
 # a file share is started once.
@@ -56,7 +60,7 @@ GPU_PARTS :=
 .PHONY: train quick test test-all test-long test-loaded test-executed test-forked test-torch mutants failover gpu gpu-wheels nightly lint venv clean
 .DEFAULT_GOAL := train
 
-train: venv
+train: $(if $(wildcard $(STAMP)),,$(EXAMPLE_STAMP))
 	$(BIN)/elastirun --standalone --nproc-per-node=2 examples/train.py
 
 quick: lint
@@ -126,13 +130,29 @@ lint: venv
 
 venv: $(STAMP)
 
+define MAKE_VENV
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+  || { echo "elastirun needs Python 3.10 or newer as '$(PYTHON)'; choose another one with: make PYTHON=python3.12" >&2; exit 1; }
+@$(PYTHON) -c 'import venv, ensurepip' \
+  || { echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+@$(PYTHON) -m venv .venv
+endef
+
+# Modules are compiled when they are first imported: the example imports few of torch's.
+$(EXAMPLE_STAMP):
+	@echo "setting up .venv, once: torch (1 of 3)"
+	$(MAKE_VENV)
+	@$(INSTALL) --no-compile torch
+	@echo "setting up .venv: scikit-learn (2 of 3)"
+	@$(INSTALL) --no-compile scikit-learn numpy
+	@echo "setting up .venv: elastirun (3 of 3)"
+	@$(INSTALL) --no-compile -e .
+	@rm -f .venv/example-* && touch $@
+
 $(STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "elastirun needs Python 3.10 or newer as '$(PYTHON)'; choose another one with: make PYTHON=python3.12" >&2; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' \
-	  || { echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[etcd,test]'
+	@echo "setting up .venv, once: torch, elastirun and the tools of the tests; some minutes"
+	$(MAKE_VENV)
+	@$(INSTALL) -e '.[etcd,test]'
 	@rm -f .venv/ready-* && touch $@
 
 clean:

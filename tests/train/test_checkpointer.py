@@ -184,6 +184,21 @@ def test_when_a_write_fails_training_goes_on_and_the_next_save_is_published(tmp_
     checkpoints.close()
 
 
+def test_a_run_with_nothing_left_to_do_publishes_nothing(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"lr": 1.0}
+    for step in (5, 5):  # the second run saves at its end, as the first one did
+        checkpoints = Checkpointer(tmp_path)
+        checkpoints.restore(state)
+        assert checkpoints.save(step, state, now=True)
+        checkpoints.close()
+    assert [path.name.partition(".")[0] for path in tmp_path.glob("step-*")] == ["step-00000005"]
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.restore(state, 5)  # who names a step goes back to it: it is saved as the newest
+    checkpoints.save(5, state, now=True)
+    checkpoints.close()
+    assert len([*tmp_path.glob("step-*")]) == 2
+
+
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"every": 0}, {"every": 1.5}, {"memory_every": -1}])
 def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(TrainError, match=f"{next(iter(wrong))} must be a whole number"):

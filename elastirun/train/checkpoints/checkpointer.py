@@ -121,8 +121,8 @@ class Checkpointer:
         """Save ``state`` as that of ``step`` if this step is due; return whether it was. Every rank calls it.
 
         When it returns, the state may change; the checkpoint is published later (``wait``). ``now``: save to the disk in any case. The
-        first call prepares the memory, also in a step that is not due. The step that was saved last is not saved again, unless that
-        failed. Raises CheckpointError, on every rank, for a state that cannot be saved.
+        first call prepares the memory, also in a step that is not due. The step that was saved last, or restored from the directory as the
+        newest, is not saved again, unless its save failed. Raises CheckpointError, on every rank, for a state that cannot be saved.
         """
         self._check_use()
         step = _whole(step)
@@ -168,9 +168,9 @@ class Checkpointer:
             raise TrainError("this Checkpointer was closed")
 
     def _is_saved(self, step: int) -> bool:
-        """Return whether the last save is that of ``step``, as of a stop right after it, and no rank knows that it failed."""
+        """Return whether the last save, or else what was restored, is that of ``step``, and no rank knows that the save failed."""
         if self._last is None or self._last.step != step:
-            return False
+            return self._last is None and self.restored == step
         return self._ranks.agree(not self._last.error)
 
     def _stage(self, step: int, state: Mapping[str, Any], on_disk: bool) -> None:
