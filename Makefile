@@ -33,7 +33,7 @@ BIN := .venv/bin
 MADE_FROM := $(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c 1-16)
 STAMP := .venv/ready-$(MADE_FROM)
 EXAMPLE_STAMP := .venv/example-$(MADE_FROM)
-INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 # Two processes for each of two processors: half of the tests wait most of the time. A process runs whole files, so that what the tests of
 # a file share is started once.
