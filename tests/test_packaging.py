@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,51 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = venv.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return venv / "bin"
+
+
+def test_the_metadata_say_what_a_package_index_shows(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    fields = Parser().parsestr(metadata)
+    assert (fields["Name"], fields["Version"], fields["License-Expression"]) == ("elastirun", elastirun.__version__, "Apache-2.0")
+    assert fields["Requires-Python"] == ">=3.10" and fields["Author"] and fields["Keywords"] and len(fields["Summary"]) < 120
+    assert fields["Description-Content-Type"] == "text/markdown" and "# elastirun" in metadata
+    assert [need for need in fields.get_all("Requires-Dist", []) if "extra" not in need] == ["torch>=2.6", "click>=8.1", "psutil>=5.9"]
+
+
+def test_the_version_is_in_one_place_and_the_changelog_has_it() -> None:
+    assert f"\n## {elastirun.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    line = re.compile(rf"^.*(?<![\d.]){re.escape(elastirun.__version__)}(?![\d.]).*$", re.M)
+    named = [path.name for path in (ROOT / "pyproject.toml", *FOLDERS["elastirun"].glob("*.py")) if line.search(path.read_text())]
+    assert named == ["__init__.py"]
+
+
+TORCH_SCRIPT = """
+import torch
+from elastirun.train import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+before = ddp.module.weight.item()
+ddp(torch.full((1, 1), 1.0 + torch.distributed.get_rank())).sum().backward()
+optimizer.step()
+print(f"rank {torch.distributed.get_rank()} moved by {before - ddp.module.weight.item():.3f}\\n", end="", flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_an_installed_wheel_trains_and_has_every_command(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TORCH_SCRIPT)
+    lines = run(bare / "elastirun", "--standalone", "--nproc-per-node=2", "train.py", cwd=tmp_path).splitlines()
+    assert {"rank 0 moved by 1.500", "rank 1 moved by 1.500"} <= {*lines}, "the mean of 1 and 2"
+    assert run(bare / "elastirun", "--version", cwd=tmp_path) == f"elastirun {elastirun.__version__}\n"
+    for name in ("status", "report", "checkpoint", "takeover", "warm"):
+        assert f"usage: elastirun {name}" in run(bare / "elastirun", name, "--help", cwd=tmp_path).replace("Usage", "usage")
+    done = subprocess.run([bare / "elastirun", "status", "no-such-job"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (4, "") and done.stderr.startswith("elastirun status: no job 'no-such-job' on this machine")
 
 
 USER_SCRIPT = """
