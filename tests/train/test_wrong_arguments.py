@@ -87,6 +87,10 @@ def hooked(hook: Any) -> None:
     ddp(torch.ones(2, 1)).sum().backward()
 
 
+def converted(ddp: DistributedDataParallel) -> None:
+    ddp.to(torch.bfloat16)(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+
+
 # One line each: what is wrong as the message has it, and the call. ``any``: no type checker is asked.
 any: Any = lambda kind: kind  # noqa: E731
 WRONG: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -137,6 +141,7 @@ WRONG: dict[str, tuple[str, Callable[[], Any]]] = {
     "a hook's tensor": ("returned torch's Tensor: return a torch.futures.Future", lambda: hooked(lambda _, bucket: bucket.buffer())),
     "a hook's None": ("hook of bucket 0 returned None: return a", lambda: hooked(lambda *_: None)),
     "an optimizer": ("takes an optimizer, not torch's Linear", lambda: ours().step_in_backward(any(layer()))),
+    "converted": ("was converted to another type .*: do it before, or call set_group", lambda: converted(ours())),
     "deterministic": ("the module of DeterministicShards must be a torch.nn.Module, not 'x'", lambda: DeterministicShards(any("x"))),
     "deterministic twice": ("give its .module", lambda: DeterministicShards(ours())),
     "half a shard": ("shards must be .* not 2.5", lambda: DeterministicShards(layer(), any(2.5))),
@@ -224,4 +229,9 @@ def test_what_is_right_is_taken() -> None:
     with keyed_rng(3):
         assert torch.equal(torch.rand(1), first)
     assert state(optimizer=any([SGD(layer().parameters(), lr=0.1)])).step == 0
+    ddp = ours().to(torch.bfloat16)
+    with torch.no_grad():
+        ddp(torch.ones(1, 1, dtype=torch.bfloat16))
+    ddp.set_group()
+    ddp(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     Checkpointer("runs/none", every=timedelta(minutes=1), memory_every=20).close()

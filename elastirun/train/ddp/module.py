@@ -28,6 +28,7 @@ from elastirun.train.ddp.torch_names import TorchNames, torch_attributes, torchs
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import copy_from_first, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
+from elastirun.train.reduction.buckets.planner import gradients_of
 from elastirun.train.reduction.comm_hooks import Hook
 from elastirun.train.reduction.control_words import REQUESTS, Agreement
 from elastirun.train.reduction.reducer import CarriedOver, Reducer, settle
@@ -316,7 +317,7 @@ class DistributedDataParallel(TorchNames):
         return torch.is_grad_enabled() and self._reducer.find_frozen()
 
     def _look_at_parameters(self) -> None:
-        """Raise TrainError if there are other parameters than at construction; take over optimizers that parameters have been given."""
+        """Raise TrainError for other parameters, or other types, than at construction; take over optimizers that parameters have."""
         known = {id(param) for _, param in self._named}
         for name, param in self.module.named_parameters():
             ours = id(param) in known or name in self.parameters_to_ignore or not isinstance(param, nn.Parameter)  # functional_call()
@@ -325,6 +326,8 @@ class DistributedDataParallel(TorchNames):
                     f"the parameter {name} was put in place after the module had been wrapped, so its gradient would stay local: wrap the "
                     "module afterwards, or call set_group()"
                 )
+        if torch.is_grad_enabled() and self._reducer.parts.planner.gradients != gradients_of(self._reducer.params):
+            raise TrainError("the module was converted to another type or device after it was wrapped: do it before, or call set_group()")
         if take_over(self._reducer.params):
             self._reducer.set_optimizer(step_each)
         self._applied = applied()

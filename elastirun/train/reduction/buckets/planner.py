@@ -43,6 +43,14 @@ class MeasuredPlan:
     history: Sequence[dict[int, float]]
 
 
+def gradients_of(params: Sequence[nn.Parameter]) -> list[Gradient]:
+    """Return the sizes and types of this rank's gradients of ``params``."""
+    return [
+        Gradient(p.numel() * 2, p.dtype.to_real(), p.device, True) if p.is_complex() else Gradient(p.numel(), p.dtype, p.device)
+        for p in map(local_part, params)
+    ]
+
+
 class Planner:
     """Makes plans. ``buckets`` is the present plan, number ``epoch``; the same on every rank."""
 
@@ -52,10 +60,7 @@ class Planner:
         sparse: Sequence[int],
         bucket_cap_mb: float | None,
     ) -> None:
-        self.gradients = [
-            Gradient(p.numel() * 2, p.dtype.to_real(), p.device, True) if p.is_complex() else Gradient(p.numel(), p.dtype, p.device)
-            for p in map(local_part, params)
-        ]
+        self.gradients = gradients_of(params)
         self.device = params[0].device
         self.epoch = 0
         self.link: LinkSpeed | None = None
