@@ -47,7 +47,7 @@ EPOCH = re.compile(r"epoch +(\d+)/(\d+) .* world size (\d+)")
 TRAINING = re.compile(r"(\d+) workers? on \w+: (?:going on after step (\d+))?")
 PLANNED_STOP = re.compile(r"all workers stop after step (\d+)")
 ACCURACY = re.compile(r"test accuracy ([\d.]+) %")
-SHOWN = re.compile(r"elastirun: (?!\{)|epoch |\d+ workers? on |all workers |test accuracy ")  # other output of the nodes is not shown
+SHOWN = re.compile(r"[IWE]\d{4} |epoch |\d+ workers? on |all workers |test accuracy ")  # other output of the nodes is not shown
 
 
 async def scenario(job: "Job") -> None:
@@ -160,8 +160,9 @@ class Line:
 
 def event_in(text: str) -> dict[str, Any]:
     """Return the event that a line reports: an agent's event as it is, the begin of training and the end of an epoch as events of ours."""
-    if text.startswith("elastirun: {"):
-        return dict(json.loads(text.removeprefix("elastirun: ")))
+    if text.startswith("{"):
+        event = json.loads(text)
+        return {"event": event["name"], **event["metadata"]}
     if found := EPOCH.match(text):
         return {"event": "epoch", "number": f"{found[1]} of {found[2]}", "world_size": int(found[3])}
     if found := TRAINING.match(text):
@@ -211,7 +212,7 @@ class Job:
             self.events.append((at, node, {"event": "start"}))
             options = (  # --last-call=0: the first node begins at once, alone
                 *("--nnodes=1:3", "--nproc-per-node=1", "--rdzv-id=failover", f"--rdzv-endpoint=127.0.0.{HOST}:{self.port}"),
-                *(f"--rdzv-conf=is_host={int(node == HOST)}", f"--local-addr=127.0.0.{node}"),
+                *(f"--rdzv-conf=is_host={int(node == HOST)}", f"--local-addr=127.0.0.{node}", f"--node-name=node-{node}"),
                 *("--last-call=0", "--store-succession=majority"),
                 *("--event-log-handler=console", f"--log-dir={self.folder / f'node{node}'}"),
             )
@@ -232,7 +233,7 @@ class Job:
     async def read(self, node: int, agent: Process, stream: asyncio.StreamReader) -> None:
         """Read the output of a node to its end."""
         while raw := await stream.readline():
-            text = re.sub(rf"{re.escape(socket.gethostname())} 127\.0\.0\.(\d+)", r"node \1", raw.decode(errors="replace").rstrip())
+            text = raw.decode(errors="replace").rstrip()
             event = event_in(text)
             self.take(Line(event["mono"] - self.began if "mono" in event else self.now(), node, text, event))
         if agent not in self.killed:

@@ -13,7 +13,7 @@ from elastirun.agent.part import WorkerExit
 from elastirun.rendezvous.wire.codec import clip
 
 MOST_RANKS = 16  # that the line names
-_RANK_AND_MODULES = re.compile(r"^(\[rank\d+\]: ?)?([a-z_]\w*\.)*")  # in front of the name of an exception
+_NOISE = re.compile(r"^(\[rank\d+\]: ?)?([a-z_]\w*\.)*|\[/\S+:\d+\] ?")  # modules of an exception's name, and lines of gloo's source
 LONGEST_WORDS = 100  # characters of an exception
 
 
@@ -39,7 +39,7 @@ class Consequences:
         if held is not None and held.holds:
             held.wait()
             self._victims.append(
-                Victim(end.rank, end.local_rank, clip(_RANK_AND_MODULES.sub("", last_words(lines)).partition(". ")[0], LONGEST_WORDS))
+                Victim(end.rank, end.local_rank, clip(_NOISE.sub("", last_words(lines)).partition(". ")[0], LONGEST_WORDS))
             )
 
     def show(self, local_rank: int) -> None:
