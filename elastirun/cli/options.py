@@ -143,9 +143,9 @@ KEYS = {option.dest.replace("_", "-"): option for option in BY_DEST.values() if 
 
 # The options that a person needs first, for --help; --help-all shows the others.
 FIRST = (
-    *("module", "preload", "dry_run", "version", "help_all"),
-    *("nnodes", "nproc_per_node", "standalone", "node_rank"),
-    *("rdzv_endpoint", "rdzv_id", "rdzv_backend", "master_addr"),
+    *("module", "dry_run", "version", "help_all"),
+    *("nnodes", "nproc_per_node", "node_rank"),
+    *("rdzv_endpoint", "rdzv_id", "master_addr"),
     *("max_restarts", "hang_timeout", "grace"),
     *("log_dir", "redirects", "tee"),
 )
