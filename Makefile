@@ -19,6 +19,8 @@
 #                 network: GPU_PYTHON=python3 is a Python with torch (default: that of .venv); GPU_PARTS="ddp steps" some parts, GPU_PARTS=left the rest
 # make gpu-wheels download what tests of GPUs need besides torch into wheels/, for a machine without network whose Python is GPU_PYTHON_VERSION=3.12
 #                 and whose processors are GPU_ARCH=x86_64 (or aarch64)
+# make docs       the documentation as a site with a search and an API reference, in build/site, from an environment of its own (0.2 GB, without
+#                 torch; Python 3.11.5 or newer). A broken link is an error
 # make lint       ruff and mypy alone
 # make clean      remove what was built (.venv, .nightly, .torch-* and the checkpoints in runs/ stay)
 #
@@ -40,6 +42,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 PYTEST_OPTIONS := -q -n 4 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 TESTS :=
+DOCS_STAMP := build/docs-venv/ready-$(shell sha256sum < constraints.txt | cut -c 1-16)
 DAY = $(shell expr $$(date +%s) / 86400)
 
 # Decisions, which are pure: their tests take a minute together.
@@ -57,7 +60,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_ARCH ?= x86_64
 GPU_PARTS :=
 
-.PHONY: train quick test test-all test-long test-loaded test-executed test-forked test-torch mutants failover gpu gpu-wheels nightly lint venv clean
+.PHONY: train quick test test-all test-long test-loaded test-executed test-forked test-torch mutants failover gpu gpu-wheels nightly docs lint venv clean
 .DEFAULT_GOAL := train
 
 train: $(if $(wildcard $(STAMP)),,$(EXAMPLE_STAMP))
@@ -122,6 +125,19 @@ nightly: venv
 	run $(PYTEST); \
 	for part in hang_kinds honest_pauses; do run $(BIN)/python -m tests.system.$$part; done; \
 	[ -z "$$failed" ] || { printf "failed:$$failed\n"; exit 1; }
+
+# Not with --quiet, with which --strict finds nothing.
+docs: $(DOCS_STAMP)
+	@build/docs-venv/bin/python docs/site/pages.py build/docs
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict -f build/docs/mkdocs.yml -d $(CURDIR)/build/site >build/docs/log 2>&1 \
+	  || { cat build/docs/log; exit 1; }
+	@echo "build/site/index.html; the search needs a server: $(PYTHON) -m http.server --directory build/site"
+
+# ruff formats the signatures.
+$(DOCS_STAMP):
+	$(PYTHON) -m venv --clear build/docs-venv
+	build/docs-venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -16,7 +16,7 @@ import torch
 
 from elastirun.train.errors import WrongUse
 
-TRIED = ("2.6", "2.14")  # torch: with the oldest version some tests fail (docs/torchrun.md), with the newest all pass
+TRIED = ("2.6", "2.14")  # torch: with the oldest version some tests fail (docs/support.md), with the newest all pass
 
 NEEDED = {  # by module: the names that are looked up in it
     "torch": ("Tensor._make_wrapper_subclass", "_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_round_"),
