@@ -119,12 +119,17 @@ def targets(path: str, text: str) -> dict[str, str]:
 
 def source_page(target: str) -> str:
     """Return the page of a file of source text, or of all files in a folder."""
-    head = f"---\nsearch: {{exclude: true}}\n---\n\n# {target}\n\n"
+    head = f"{_options('search: {exclude: true}', 'hide: [navigation]')}# {target}\n\n"
     if (ROOT / target).is_dir():
         files = sorted(file for file in (ROOT / target).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
         inside = [str(file.relative_to(ROOT)) for file in files]
         return head + "\n".join(f"## {path[len(target) + 1 :]}\n\n{_fenced(path)}" for path in inside)
     return head + _fenced(target)
+
+
+def _options(*lines: str) -> str:
+    """Return options of Material for a page, to stand before its text."""
+    return "\n".join(["---", *lines, "---", "", ""])
 
 
 def _fenced(path: str) -> str:
@@ -139,6 +144,7 @@ def pages() -> dict[str, str]:
         links = targets(path, text)
         found[path] = LINK.sub(lambda match, links=links: f"{match[0]}.md" if match[0] in links else match[0], text)  # type: ignore[misc]
         found |= {f"{target}.md": source_page(target) for target in links.values()}
+    found["README.md"] = _options("hide: [navigation]") + found["README.md"]  # it is alone in its part
     return found
 
 
