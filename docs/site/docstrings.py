@@ -15,14 +15,14 @@ TREE = re.compile("[├└]")
 
 
 class AsMarkdown(griffe.Extension):
-    """Rewrites each docstring before it is rendered. The comment beside a field of a dataclass is its docstring."""
+    """Rewrites each docstring before it is rendered. The comment beside an attribute of a class is its docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: object) -> None:
-        if attr.docstring is None and attr.parent.has_labels("dataclass") and (comment := attr.source.partition("  # ")[2]):
+        if attr.docstring is None and attr.parent.is_class and (comment := attr.source.partition("  # ")[2]):
             attr.docstring = griffe.Docstring(comment[0].upper() + comment[1:], parent=attr)
 
 

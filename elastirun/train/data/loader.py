@@ -98,8 +98,9 @@ class ElasticDataLoader:
         self.global_batch_size, self.lr_factor = _scaled(global_batch_size, scale, base_world_size, self.world_size)
         self._follows_world = scale is not None  # the size of the global batch
         self.micro_batch_size, self.shuffle, self.seed, self.drop_last = micro_batch_size, shuffle, seed, drop_last
-        self.epoch = self.consumed = 0  # consumed: samples of the epoch, over all ranks
-        self.samples = 0  # of this rank, in the batch handed out last
+        self.epoch = 0  # the number of the epoch that is under way, or begins next
+        self.consumed = 0  # samples of the epoch that were handed out, over all ranks
+        self.samples = 0  # number of samples of this rank in the batch handed out last
         self._cut: Callable[[int], list[range]] = self._whole
         self.contract: dict[str, int | str] = {}  # of deterministic mode
         self._dataset, self._loading, self._keyed_rng = dataset, loading, keyed_rng
