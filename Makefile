@@ -14,7 +14,8 @@
 #                 installs them in .nightly and uses the network; small scripts of many kinds as live jobs; hangs of many kinds, and honest
 #                 slowness that must not be taken for one. Every part runs; at the end there is a list of those that failed
 # make test-torch TORCH=2.6.0  the tests with this version of torch, in an environment of their own (.torch-2.6.0, some gigabytes; uses the
-#                 network; TESTS=tests/train for some of them). make nightly does it for the TORCHES: the oldest, the last but one, the newest
+#                 network; TESTS=tests/train for some of them, TESTS=some for the most important ones, 8 minutes: docs/support.md). make nightly
+#                 runs all of them with the TORCHES: the oldest, the last but one, the newest
 # make gpu        every claim about GPUs, checked on one GPU within nine minutes; without a GPU a dry run on the CPU (docs/gpu.md). It needs no
 #                 network: GPU_PYTHON=python3 is a Python with torch (default: that of .venv); GPU_PARTS="ddp steps" some parts, GPU_PARTS=left the rest
 # make gpu-wheels download what tests of GPUs need besides torch into wheels/, for a machine without network whose Python is GPU_PYTHON_VERSION=3.12
@@ -53,6 +54,8 @@ QUICK := $(addprefix tests/rendezvous/test_,$(addsuffix .py,codec contact death_
 # The versions of torch that the tests are run with beside that in constraints.txt; elastirun/train/torch_private.py names the ends of the range.
 TORCHES := 2.6.0 2.13.0 2.14.1
 TORCH := $(lastword $(TORCHES))
+SOME := tests/cli $(addprefix tests/system/test_,$(addsuffix .py,launcher elastic restarts failover checkpoints)) \
+  $(addprefix tests/train/test_,$(addsuffix .py,ddp data checkpointer ckpt_dcp drain zero torch_private)) tests/rendezvous/test_stores.py
 
 # The Python of the machine with the GPU: .venv's where there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -97,7 +100,7 @@ test-torch:
 	$(PYTHON) -m venv .torch-$(TORCH)
 	sed -e '/^# what torch needs/,/^$$/d' -e '/^torch==/d' constraints.txt > .torch-$(TORCH)/constraints.txt
 	.torch-$(TORCH)/bin/python -m pip install -q --disable-pip-version-check -c .torch-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[etcd,test]'
-	.torch-$(TORCH)/bin/python -m pytest $(PYTEST_OPTIONS) $(TESTS)
+	.torch-$(TORCH)/bin/python -m pytest $(PYTEST_OPTIONS) $(if $(filter some,$(TESTS)),$(SOME),$(TESTS))
 
 failover: venv
 	$(BIN)/python examples/failover.py

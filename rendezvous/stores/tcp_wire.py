@@ -17,7 +17,7 @@ from elastirun.errors import LargeAnswer
 
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client; not answered
 CANCEL_WAIT = b"\x0c"  # ends a wait; answered with ``CANCELED``
-LIST_KEYS = b"\x11"  # answered with the number of keys, in eight bytes, and the keys; by the server of torch 2.6 with a hang-up
+LIST_KEYS = b"\x11"  # answered with the number of keys, in eight bytes, and the keys; by that of torch 2.6 to 2.9 with a hang-up
 CAME, CANCELED = b"\0", b"\1"  # answers to a wait: every key exists, and to its end
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
 AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours, and of answers that are not waited for
