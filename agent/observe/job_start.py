@@ -6,17 +6,14 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 
 from elastirun import __version__
 from elastirun.agent.observe.events import Start
 from elastirun.config import Command, LaunchConfig
+from elastirun.rendezvous.stores.torch_class import torch_version
 
 MOST_COMMAND = 1000  # characters
-MOST_VERSION = 4096  # bytes of torch's file that are read
 _SECRET = re.compile(r"--?(?:.*[-_])?(?:key|token|secret|password|passwd)s?", re.IGNORECASE)  # option whose value is left out
-_VERSION = re.compile(r"^__version__ *= *['\"]([^'\"\n]{1,40})['\"]", re.MULTILINE)
 
 
 def start_event(config: LaunchConfig) -> Start:
@@ -41,16 +38,3 @@ def without_secrets(args: Sequence[str]) -> list[str]:
         found.append(f"{name}=***" if secret and equals else "***" if hidden and not arg.startswith("-") else arg)
         hidden = secret and not equals
     return found
-
-
-def torch_version() -> str:
-    """Return the version of the torch that this Python would import, without importing it; empty: there is none."""
-    try:
-        spec = find_spec("torch")
-        if spec is None or spec.origin is None:
-            return ""
-        with Path(spec.origin).with_name("version.py").open(errors="replace") as file:
-            found = _VERSION.search(file.read(MOST_VERSION))
-        return found[1] if found else ""
-    except (OSError, ValueError, ImportError):
-        return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import threading
 import types
@@ -20,6 +21,9 @@ from typing import Any
 from elastirun.rendezvous.stores.environment import variable
 from elastirun.threads import start_thread
 
+LISTS_KEYS = (2, 10)  # the first version of torch whose TCPStore can list its keys
+_MOST_VERSION = 4096  # bytes of torch's file that are read
+_VERSION = re.compile(r"^__version__ *= *['\"]([^'\"\n]{1,40})['\"]", re.MULTILINE)
 _lock = threading.Lock()  # the store thread and the workers' store import the class at the same time
 _store_only = False
 
@@ -53,6 +57,25 @@ def tcp_store_class() -> Any:
         if "torch.distributed" not in sys.modules:
             importlib.import_module("torch.distributed")
         return sys.modules["torch._C._distributed_c10d"].TCPStore
+
+
+def torch_version() -> str:
+    """Return the version of the torch that this Python would import, without importing it; empty: there is none."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return ""
+        with Path(spec.origin).with_name("version.py").open(errors="replace") as file:
+            found = _VERSION.search(file.read(_MOST_VERSION))
+        return found[1] if found else ""
+    except (OSError, ValueError, ImportError):
+        return ""
+
+
+def lists_keys(version: str) -> bool:
+    """Return whether the TCPStore of this version of torch can list its keys, and so can be cleared; True if it is unknown."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is None or (int(found[1]), int(found[2])) >= LISTS_KEYS
 
 
 @contextmanager

@@ -32,6 +32,6 @@ def test_a_module_is_shown_as_one_and_a_long_command_is_cut() -> None:
 
 
 def test_the_version_of_torch_needs_no_import_of_it() -> None:
-    code = "import sys; from elastirun.agent.observe.job_start import torch_version; print(torch_version(), 'torch' in sys.modules)"
+    code = "import sys; from elastirun.rendezvous.stores.torch_class import torch_version; print(torch_version(), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [version("torch"), "False"]
