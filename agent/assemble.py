@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
+from socket import gethostname
 from typing import Protocol
 
 from elastirun import clock
@@ -186,7 +187,7 @@ def _logs(
     logs = RunLogs(config.logs, config.run_id, row.name, console, selector, min(LOGS_LIMIT, 0.4 * config.timing.expire))
     stack.callback(logs.close)
     also = console.err.write_line if config.logs.event_log == "console" else None
-    spans = tracing.begin(environ, config.run_id, row.name, logs.disk.notice)
+    spans = tracing.begin(environ, config.run_id, gethostname(), logs.disk.notice)
     if spans is not None:
         stack.callback(spans.close)
     log = EventLog(

@@ -93,12 +93,12 @@ class LogPolicy:
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None  # string.Template over role_name, rank, local_rank, hostname
-    format: str = "text"  # of the agent's own lines: "text", "json"
     event_log: str = "null"  # "null", "console", "jsonl"
     show: tuple[tuple[int, int], ...] | None = None  # ranges of global ranks that reach the console; negative: from the end
     limit: int = 0  # largest size of a log file in bytes; 0: unlimited
     specs: str = ""  # the plug-in that decides where the workers' output goes; empty: none
     mode: int = 0o600  # permissions of log files; whoever may read a file may also enter its folder
+    format: str = "text"  # of the agent's own lines: "text", "json"
 
     def shows(self, local_rank: int, rank: int, world_size: int) -> bool:
         """Tell whether this worker's output reaches the console."""

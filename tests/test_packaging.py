@@ -29,7 +29,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 def modules() -> set[str]:
     """The paths at which the package's files must be found, relative to site-packages."""
-    found = {"elastirun/py.typed"}
+    found = {"elastirun/py.typed", "elastirun/report/style.css"}
     for name, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
             if path.resolve().is_relative_to(folder.resolve()):

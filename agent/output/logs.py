@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import selectors
 import shutil
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from string import Template
@@ -236,7 +237,7 @@ class RunLogs(Part):
         if self._policy.prefix_template is None:
             return f"{self._host}:{spec.rank}> "
         role = spec.env.get("ROLE_NAME", "default")
-        known = {"role_name": role, "rank": spec.rank, "local_rank": spec.local_rank, "hostname": self._host}
+        known = {"role_name": role, "rank": spec.rank, "local_rank": spec.local_rank, "hostname": socket.gethostname()}
         return Template(self._policy.prefix_template).safe_substitute(known)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from typing import Any
 
 from elastirun.agent.output.round_logs import RoundFiles, Route, filtered_streams
@@ -31,6 +30,8 @@ class Layout:
 
 def load(name: str) -> Any:
     """Return the class of the plug-in, for which its package and torch are imported. Raises BadCommand."""
+    from importlib.metadata import entry_points  # slow, and a linker's lock is held for the modules in C that it imports
+
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         known = ", ".join(sorted(found))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.status import own_agents
+from elastirun.rendezvous.wire.records import Member
 from elastirun.threads import start_thread
 
 GPU = "/dev/nvidia0"  # there is one on this machine
@@ -38,10 +39,14 @@ class TwinWarning(Part):
     def round_starts(self, round: NodeRound) -> None:
         members = round.record.members
         me = members[round.node_rank]
-        twins = [member for member in members if (member.name, member.address) == (me.name, me.address)]
+        twins = [member for member in members if _machine(member) == _machine(me)]
         if not self._asked and len(twins) > 1 and os.path.exists(GPU):
             start_thread("shared-devices", _ask, self._job, self._own, self._mine, self._say)
         self._asked = True
+
+
+def _machine(member: Member) -> tuple[str, str]:
+    return member.name.partition("#")[0], member.address  # the agents of a job on one host are numbered, see NodeName
 
 
 def _ask(job: str, own: str, mine: str, say: Callable[[str], None]) -> None:

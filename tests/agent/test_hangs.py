@@ -549,7 +549,7 @@ def test_a_signal_that_the_worker_does_not_catch_is_not_sent(worker: Any, pages:
 
 
 def test_the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds_nothing() -> None:
-    tracker = FailureTracker("n", cast(Any, None), print)
+    tracker = FailureTracker("n", cast(Any, SimpleNamespace(held=lambda local_rank: None)), print)
     tracker.start_round(0, alone=False)
     end = WorkerExit(1, 5, 99, -9, 70.0, killed_by_us=False)
     tracker.worker_hung(end, Blame.OWN_FAULT, "hung: no step for 60 s", ["where it hung"], 60.0)

@@ -203,7 +203,7 @@ def test_a_stream_that_is_only_kept_has_a_limit_too(make: Callable[..., Loop], t
 
 def test_the_prefix_template(make: Callable[..., Loop]) -> None:
     loop = make(log_dir=NOWHERE, tee=OUT, prefix_template="[${hostname} ${role_name}${rank}/${local_rank} ${else} $] ")
-    assert run(loop, spec(says("x\n"), 3, ROLE_NAME="trainer"))[0] == b"[host trainer3/3 ${else} $] x\n"
+    assert run(loop, spec(says("x\n"), 3, ROLE_NAME="trainer"))[0] == f"[{os.uname().nodename} trainer3/3 ${{else}} $] x\n".encode()
 
 
 def test_filters_copy_the_lines_of_teed_streams(make: Callable[..., Loop], tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_lines_with_certain_words_are_duplicated(shell: Shell) -> None:
     assert files.get("attempt_0/filtered_stderr.log", "") == ""
 
 
-EVENTS = ["formed", "round", "worker_exit", "worker_exit", "round_spent", "closed", "account", "end"]
+EVENTS = ["start", "formed", "round", "worker_exit", "worker_exit", "round_spent", "closed", "account", "end"]
 
 
 def test_events_are_kept_beside_the_logs(shell: Shell) -> None:
