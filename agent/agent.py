@@ -48,10 +48,15 @@ def run(config: LaunchConfig, given: StartedServer | None = None) -> int:
     name_servers.only_python_asks()
     with ExitStack() as stack:
         try:
-            agent = Agent(config, environ, stack, given)
+            agent = Agent(with_a_store_for_workers(config, torch_class.torch_version()), environ, stack, given)
         except OSError as error:  # no descriptor, no space, no folder for temporary files
             raise StartError(f"cannot start here: {error}") from error
         return agent.run()
+
+
+def with_a_store_for_workers(config: LaunchConfig, torch: str) -> LaunchConfig:
+    """Return the configuration with a store of the workers' own where that of this version of torch cannot be cleared between rounds."""
+    return config if torch_class.lists_keys(torch) else replace(config, meet_at_endpoint=False)
 
 
 class Agent:

@@ -22,7 +22,6 @@ from elastirun.agent.store.worker_store import RendezvousStoreForWorkers, Worker
 from elastirun.config import LaunchConfig
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.store_thread import StoreThread
-from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.wire.actions import Action, Reconnect, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import Event, FoundAtStart, Leave, Reachable, StoodStill, Synced, Tick
@@ -181,8 +180,6 @@ class Session:
         """Let ``sync`` clear the store first where workers use it and node rank 0 is about to say that it is ready for a round."""
         record, put = self.machine.record, sync.put
         if put is None or put.row.status is not Status.READY or self.access.worker_endpoint is None or record is None:
-            return sync
-        if not torch_class.lists_keys(torch_class.torch_version()):  # torch puts the number of the round in front of its own keys
             return sync
         known = put.base is not None and (put.base.status, put.base.round) == (Status.READY, put.row.round)
         return replace(sync, fresh=record.index(put.row.id) == 0 and not known)

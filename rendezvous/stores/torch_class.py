@@ -62,12 +62,13 @@ def tcp_store_class() -> Any:
 def torch_version() -> str:
     """Return the version of the torch that this Python would import, without importing it; empty: there is none."""
     try:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
+        found = sys.modules.get("torch") or importlib.util.find_spec("torch")  # the stand-in has no spec
+        places = None if found is None else getattr(found, "__path__", None) or getattr(found, "submodule_search_locations", None)
+        if not places:
             return ""
-        with Path(spec.origin).with_name("version.py").open(errors="replace") as file:
-            found = _VERSION.search(file.read(_MOST_VERSION))
-        return found[1] if found else ""
+        with (Path(next(iter(places))) / "version.py").open(errors="replace") as file:
+            version = _VERSION.search(file.read(_MOST_VERSION))
+        return version[1] if version else ""
     except (OSError, ValueError, ImportError):
         return ""
 

@@ -8,8 +8,10 @@ from importlib.metadata import version
 
 import pytest
 
+from elastirun.agent.agent import with_a_store_for_workers
 from elastirun.agent.observe import job_start
 from elastirun.config import Command
+from tests.cli.test_resolve import config_of
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,19 @@ def test_a_module_is_shown_as_one_and_a_long_command_is_cut() -> None:
 
 
 def test_the_version_of_torch_needs_no_import_of_it() -> None:
-    code = "import sys; from elastirun.rendezvous.stores.torch_class import torch_version; print(torch_version(), 'torch' in sys.modules)"
+    code = """
+import sys
+from elastirun.rendezvous.stores import torch_class
+print(torch_class.torch_version(), "torch" in sys.modules)
+torch_class.store_only()
+torch_class.tcp_store_class()
+print(torch_class.torch_version(), hasattr(sys.modules["torch"], "nn"))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == [version("torch"), "False"]
+    assert done.stdout.split() == [version("torch"), "False", version("torch"), "False"]
+
+
+@pytest.mark.parametrize(("version", "shared"), [("2.13.0+cpu", True), ("2.10.0", True), ("2.9.1", False), ("", True), ("git", True)])
+def test_workers_have_a_store_of_their_own_where_torchs_cannot_list_its_keys(version: str, shared: bool) -> None:
+    config = config_of("--nnodes=2 --node-rank=0 --master-addr=127.0.0.1 train.py")
+    assert config.meet_at_endpoint and with_a_store_for_workers(config, version).meet_at_endpoint is shared

@@ -16,12 +16,11 @@ from elastirun.agent.store.store_access import new_row, rules
 from elastirun.agent.store.worker_store import WorkerStore
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.store_tracker import StoreTracker
-from elastirun.rendezvous.stores import torch_class
-from elastirun.rendezvous.wire.actions import Action, Put, Start, Sync
+from elastirun.rendezvous.wire.actions import Action, Start, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import FoundAtStart, Leave, Reachable, StoodStill, Synced, SyncFailed, Tick
 from elastirun.rendezvous.wire.exchanges import Connection, Exchanges
-from elastirun.rendezvous.wire.records import Member, Place, RoundRecord, Status
+from elastirun.rendezvous.wire.records import Member, Place, RoundRecord
 from elastirun.rendezvous.wire.sync import SyncProtocol
 from tests.cli.test_resolve import config_of
 from tests.sim.world import WorkerPorts
@@ -214,15 +213,3 @@ def test_the_store_says_whether_it_outlives_the_job(options: str, lasting: bool,
     found = rules(config, access)
     access.close()
     assert (found.lasting, found.hosted, found.private) == (lasting, hosted, private)
-
-
-@pytest.mark.parametrize(("version", "cleared"), [("2.13.0+cpu", True), ("2.10.0", True), ("2.9.1", False), ("", True), ("git", True)])
-def test_a_store_that_cannot_list_its_keys_is_not_cleared(
-    session: Session, monkeypatch: pytest.MonkeyPatch, version: str, cleared: bool
-) -> None:
-    row = replace(session.machine.row, status=Status.READY)
-    session.access.worker_endpoint = ("127.0.0.1", 1)
-    record = RoundRecord("s", members=(Member(row.id, row.name, "127.0.0.1", 1, 1),))
-    monkeypatch.setattr(Machine, "record", record)
-    monkeypatch.setattr(torch_class, "torch_version", lambda: version)
-    assert session._with_clearing(Sync(put=Put(None, row))).fresh is cleared
