@@ -403,6 +403,7 @@ class Agent:
         """Say how it ended. Returns the exit code."""
         made, config, machine = self._made, self._config, self._session.machine
         to_hand_over = made.lease.end(job_goes_on=finish.closed is None)
+        self._tracker.tell_victims()
         made.memory.close()  # this node runs no further round, but its agent may stay for other jobs
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         record, row = machine.record, machine.row

@@ -36,11 +36,14 @@ class Consequences:
     def add(self, end: WorkerExit, lines: Sequence[str]) -> None:
         """Note a worker that ended because it lost its peers. ``lines``: of its traceback."""
         held = self._logs.held(end.local_rank)
-        if held is not None and held.holds:
-            held.wait()
-            self._victims.append(
-                Victim(end.rank, end.local_rank, clip(_NOISE.sub("", last_words(lines)).partition(". ")[0], LONGEST_WORDS))
-            )
+        if held is None or not held.holds:
+            return
+        if held.names_another_exception() or end.killed_by_us and not held.is_the_end():
+            held.show()
+            return
+        held.wait()
+        words = _NOISE.sub("", last_words(lines)).partition(". ")[0]
+        self._victims.append(Victim(end.rank, end.local_rank, clip(words, LONGEST_WORDS)))
 
     def show(self, local_rank: int) -> None:
         """Let the console have the traceback of a worker that ended in another way."""
@@ -56,7 +59,7 @@ class Consequences:
         paths = []
         for victim in victims:
             if (held := self._logs.held(victim.local_rank)) is not None:
-                paths.append(self._logs.keep_traceback(victim.local_rank, held.take()))
+                paths.append(self._logs.keep_traceback(victim.local_rank, held.take_last_words()))
         if victims:
             self._warn(line(victims, paths))
 

@@ -63,19 +63,23 @@ class FailureTracker(Part):
         self._node, self._logs, self._missing_module = node, logs, missing_module
         self._consequences = Consequences(logs, warn)
         self.began: float | None = None
+        self._records: list[ExitRecord] = []
+        self._victims_reported = False  # nobody else had failed when the other nodes were told, or nobody had said anything
         self.start_round(-1, False)
 
     def start_round(self, attempt: int, alone: bool) -> None:
         """Forget the last round. ``attempt``: the new round's number - 1. ``alone``: its only worker has no peers to lose."""
+        self.tell_victims()
         self._attempt, self._alone = attempt, alone
-        self._records: list[ExitRecord] = []
+        self._idle = False  # no worker of the round runs any more
+        self._records = []
         self._held: list[ExitRecord] = []  # those of ``_records`` that do not count if the agent is signalled
         self._leaving = False  # the agent was signalled, so this node leaves
         self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the output of workers that were failing when the agent stopped them
         self._expected: dict[int, str] = {}  # by local rank: why the worker is about to end by a signal of this agent
         self.hung: set[int] = set()  # local ranks of workers that hang, which are their failures
         self._ended_well: list[WorkerExit] = []
-        self._victims_reported = False  # nobody else had failed when the other nodes were told
+        self._victims_reported = False
         self._noted = False  # the workers that peers have missed are among ``_records``
         self._oom_kills = oom.oom_kills()
         self.stopped = False
@@ -171,7 +175,18 @@ class FailureTracker(Part):
             self._consequences.show(end.local_rank)
 
     def idle(self) -> None:
-        self._consequences.tell(cause_is_unknown=self._victims_reported and bool(self.victims))
+        self._idle = True
+        if self.stopped:  # else the cause may still be told, or is not known when this node reports
+            self.tell_victims()
+
+    def tell_victims(self) -> None:
+        """Tell of the workers that have only lost their peers."""
+        self._consequences.tell(cause_is_unknown=self._victims_reported and (bool(self.victims) or self._cause_is_mute()))
+
+    def _cause_is_mute(self) -> bool:
+        """Return whether the workers that failed by themselves have said nothing. A signal explains itself."""
+        causes = [record for record in self._records if record.blame in (Blame.FINAL, Blame.OWN_FAULT)]
+        return bool(causes) and all(record.code > 0 and not any(record.lines) for record in causes)
 
     def _record_failure(self, end: WorkerExit) -> Sequence[str]:
         """Record the failure of a worker that ended by itself. Returns what it said if it has only lost its peers; else nothing."""
@@ -209,7 +224,9 @@ class FailureTracker(Part):
         """Return ``failures`` for the machine. All of them count from now on, even if the agent is signalled later."""
         self.report_at = math.inf
         self._held.clear()
-        self._victims_reported = bool(self.victims)
+        self._victims_reported = bool(self.victims) or self._cause_is_mute()
+        if self._idle:
+            self.tell_victims()
         return self.failures
 
     def before_stop(self, alive: Iterable[int]) -> None:

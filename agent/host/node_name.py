@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 
 from elastirun.rendezvous.wire.codec import clip
@@ -20,7 +21,7 @@ class NodeName:
     """
 
     def __init__(self, given: str, job: str, numbered: bool) -> None:
-        host = clip(given or socket.gethostname(), LONGEST)
+        host = clip(given or re.sub(r"[^\w.:@-]", "_", socket.gethostname(), flags=re.ASCII) or "localhost", LONGEST)
         self.text = host
         self._holds = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if numbered else None
         if self._holds is None:
@@ -33,6 +34,7 @@ class NodeName:
                 continue
             self.text = host if number == 1 else f"{host}#{number}"
             return
+        self.text = f"{host}#pid-{os.getpid()}"  # another user of this host may have taken all numbers
 
     def close(self) -> None:
         """Give the number back."""

@@ -200,8 +200,17 @@ class RunLogs(Part):
         if self._error_files_only or self._last_attempt_dir is None or self._plug_in is not None:
             return ""
         path = f"{self._last_attempt_dir}/{local_rank}/traceback.log"
-        self.disk.submit(partial(_append, path, text, self._policy.mode), len(text))
+        self.disk.submit(partial(self._append, path, text), len(text))
         return path
+
+    def _append(self, path: str, text: bytes) -> None:
+        try:
+            with open(open_log(path, self._policy.mode), "wb") as file:
+                file.write(text)
+        except OSError as exc:
+            self.disk.notice(
+                f"warning: cannot write {path}: {exc.strerror}; this was to be kept there:\n{text.decode(errors='backslashreplace')}"
+            )
 
     def inherits_stdout(self, local_rank: int) -> bool:
         """Return whether a worker of the latest round writes to the agent's stdout."""
@@ -239,11 +248,6 @@ class RunLogs(Part):
         role = spec.env.get("ROLE_NAME", "default")
         known = {"role_name": role, "rank": spec.rank, "local_rank": spec.local_rank, "hostname": socket.gethostname()}
         return Template(self._policy.prefix_template).safe_substitute(known)
-
-
-def _append(path: str, data: bytes, mode: int) -> None:
-    with open(open_log(path, mode), "wb") as file:
-        file.write(data)
 
 
 def _why(error: OSError) -> str:

@@ -60,6 +60,9 @@ def main(argv: Sequence[str]) -> int:
         if os.path.abspath(given["trace"]) in map(os.path.abspath, files):
             raise UsageError(f"--trace is the file of the page, {quote(given['trace'])}; give another one")
         files[given["trace"]] = trace.trace(told)
+    for path in files:
+        if os.path.basename(os.path.realpath(path)) == reader.NAME:
+            raise UsageError(f"{quote(path)} is a file of events, which the report is made from; give another place")
     for path, text in files.items():
         _save(text.encode(errors="replace"), path)
     return show(f"Written: {', '.join(map(quote, files))}")
@@ -73,14 +76,18 @@ def _given(context: click.Context, option: click.Parameter, path: str | None) ->
 
 
 def _save(data: bytes, path: str) -> None:
-    """Write a file for its owner alone, as the logs are, in one piece. Raises StartError."""
-    folder = os.path.dirname(os.path.abspath(path))
+    """Write a file for its owner alone, as the logs are, in one piece; write into what is no file. Raises StartError."""
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):  # such as /dev/stdout
+            with open(path, "wb") as device:
+                device.write(data)
+            return
+        target = os.path.realpath(path)  # a link stays one
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(target), delete=False) as file:
             try:
                 file.write(data)
                 file.close()
-                os.replace(file.name, path)
+                os.replace(file.name, target)
             except BaseException:
                 os.unlink(file.name)
                 raise

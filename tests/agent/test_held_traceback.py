@@ -8,7 +8,7 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent.failures.consequences import MOST_RANKS, Victim, line
-from elastirun.agent.output.held_traceback import HELD_LIMIT, HOLD, HeldTraceback
+from elastirun.agent.output.held_traceback import HELD_LIMIT, HOLD, HeldTraceback, is_the_end
 
 PYTHON = b"Traceback (most recent call last):\n  File\nValueError: no\n"
 BEGINNINGS = [
@@ -70,6 +70,30 @@ def test_what_is_held_has_a_limit_in_time_and_in_bytes(monkeypatch: pytest.Monke
     screen.held.feed(PYTHON)
     screen.held.wait()
     assert (screen.held.due, screen.held.take(), screen.held.holds) == (math.inf, PYTHON, False)
+
+
+CPP = b"[rank0]:[E1129 17:45:03.123 ProcessGroupNCCL.cpp:616] watchdog\nframe #0: c10::Error\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "last"),
+    [(b"", PYTHON), (PYTHON + b"INFO go on\n", PYTHON), (PYTHON + b"INFO go on\n", CPP + PYTHON), (b"", CPP + CPP), (b"", PYTHON + CPP)],
+)
+def test_the_last_words_are_the_last_traceback_and_the_errors_before_it(before: bytes, last: bytes) -> None:
+    screen = Screen()
+    screen.held.feed(before + last)
+    assert (screen.held.take_last_words(), screen.text) == (last, before)
+
+
+def test_a_traceback_is_the_end_unless_something_was_written_after_it() -> None:
+    assert is_the_end(PYTHON) and is_the_end(b"[rank0]: " + PYTHON + b"more of its message\n")
+    assert not is_the_end(PYTHON + b"INFO go on\n")
+
+
+def test_an_exception_behind_a_progress_bar_waits_if_torch_has_put_the_rank_in_front() -> None:
+    screen = Screen()
+    screen.held.feed(b"\r 50%|#####     |[rank1]: " + PYTHON)
+    assert (screen.text, screen.held.holds) == (b"\r 50%|#####     |", True)
 
 
 def test_the_line_on_those_that_lost_their_peers() -> None:

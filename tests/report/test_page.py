@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -184,6 +185,7 @@ def test_a_trace_is_written_besides(run: Run, tmp_path: Path) -> None:
         (("no",), 2, "there is no folder 'no'"),
         (("logs", "--trace="), 2, "--trace is empty"),
         (("logs", "--trace=./report.html"), 2, "--trace is the file of the page"),
+        (("logs", "--out=logs/run/events.jsonl"), 2, "is a file of events, which the report is made from"),
         (("empty",), 4, "no events in 'empty': no events.jsonl is in or below them"),
         (("bad",), 4, "bad/events.jsonl: 1 line that cannot be read; line 1: not JSON"),
     ],
@@ -196,6 +198,20 @@ def test_what_cannot_be_done_is_one_line(run: Run, tmp_path: Path, argv: tuple[s
     result = run(*argv)
     assert result.status == status and result.err.count("\n") == 1 and "Written" not in result.out
     assert result.err.startswith("elastirun report: ") and part in result.err and result.err.strip().isprintable()
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(run: Run, tmp_path: Path) -> None:
+    save(tmp_path / "logs")
+    (tmp_path / "link").symlink_to("page.html")
+    os.mkfifo(tmp_path / "pipe")
+    reads = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.fcntl(reads, fcntl.F_SETPIPE_SZ, 1 << 20)
+    try:
+        assert [run("logs", f"--out={name}").status for name in ("link", "pipe")] == [0, 0]
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "pipe").is_fifo()
+        assert os.read(reads, 1 << 20) == (tmp_path / "page.html").read_bytes()
+    finally:
+        os.close(reads)
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(run: Run, tmp_path: Path) -> None:

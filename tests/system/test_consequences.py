@@ -19,7 +19,15 @@ if command == "log":
         1 / 0
     except ZeroDivisionError:
         logging.exception("caught")
+        sys.stderr.write("INFO:root:goes on\\n")
     s.recv(1)
+"""
+HIDES = """
+if command == "hide":
+    try:
+        raise ValueError("mine")
+    finally:
+        raise ConnectionResetError("Connection reset by peer")
 """
 
 
@@ -78,6 +86,46 @@ def test_if_nobody_but_victims_has_failed_the_first_is_shown_in_full(nodes: Clus
         worker.tell("exit 0")
     assert nodes.ends(agent) == 0
     assert len(re.findall(traceback_of("ConnectionResetError"), nodes.out(1))) == 1
+
+
+def test_it_is_shown_on_nodes_of_one_worker_too(nodes: Cluster) -> None:
+    nodes.script.write_text(WORKER + LOSES)
+    agents = [nodes.agent(i, "--last-call=0.5", "--max-restarts=1", nnodes="2") for i in (1, 2)]
+    before = nodes.round(2)
+    before[0].tell("lose")
+    for worker in nodes.round(2, after=before[0].round):
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0]
+    both = nodes.out(1) + nodes.out(2)
+    assert len(re.findall(traceback_of("ConnectionResetError"), both)) == 1, both
+    assert "ended because it lost its peers" not in both
+
+
+def test_an_exception_in_whose_handling_peers_are_lost_is_shown(nodes: Cluster) -> None:
+    nodes.script.write_text(WORKER + HIDES + LOSES)
+    agent = nodes.agent(1, "--max-restarts=1", nproc=2, nnodes="1")
+    before = nodes.round(2)
+    before[0].tell("hide")
+    before[1].tell("lose")
+    for worker in nodes.round(2, after=before[0].round):
+        worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
+    assert len(re.findall("ValueError: mine", nodes.out(1))) == 1
+
+
+def test_a_worker_that_is_stopped_after_it_has_logged_an_exception_keeps_its_output(nodes: Cluster) -> None:
+    logs = LOGS.replace("1 / 0", "raise ConnectionError('connection refused')").replace("ZeroDivision", "Connection")
+    nodes.script.write_text(WORKER + logs)
+    agent = nodes.agent(1, "--max-restarts=1", nproc=2, nnodes="1")
+    before = nodes.round(2)
+    before[0].tell("log")
+    nodes.says(1, "ERROR:root:caught")
+    before[1].tell("exit 3")
+    for worker in nodes.round(2, after=before[0].round):
+        worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
+    assert "ConnectionError: connection refused" in nodes.out(1) and "INFO:root:goes on" in nodes.out(1)
+    assert "lost its peers" not in nodes.out(1)
 
 
 def test_an_exception_that_is_only_logged_is_shown_while_the_worker_runs(nodes: Cluster) -> None:
