@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import pytest
 
 from elastirun import clock
-from elastirun.agent.failures.consequences import MOST_RANKS, Victim, line
+from elastirun.agent.failures.consequences import MOST_RANKS, Consequences, Victim, line
 from elastirun.agent.output.held_traceback import HELD_LIMIT, HOLD, HeldTraceback, is_the_end
+from elastirun.agent.output.logs import RunLogs
+from elastirun.agent.part import WorkerExit
 
 PYTHON = b"Traceback (most recent call last):\n  File\nValueError: no\n"
 BEGINNINGS = [
@@ -94,6 +97,48 @@ def test_an_exception_behind_a_progress_bar_waits_if_torch_has_put_the_rank_in_f
     screen = Screen()
     screen.held.feed(b"\r 50%|#####     |[rank1]: " + PYTHON)
     assert (screen.text, screen.held.holds) == (b"\r 50%|#####     |", True)
+
+
+class Logs:
+    """Stands in for ``RunLogs`` of workers whose output nobody keeps, by local rank."""
+
+    def __init__(self, *texts: bytes) -> None:
+        self.screens = [Screen() for _ in texts]
+        for screen, text in zip(self.screens, texts, strict=True):
+            screen.held.feed(text)
+
+    def held(self, local_rank: int) -> HeldTraceback:
+        return self.screens[local_rank].held
+
+    def keep_traceback(self, local_rank: int, text: bytes) -> str:
+        return ""
+
+
+LOST = b"Traceback (most recent call last):\n  File\nConnectionResetError: reset\n"
+ANOTHER = PYTHON + b"\nDuring handling of the above exception, another exception occurred:\n\n" + LOST
+
+
+@pytest.mark.parametrize(
+    ("text", "killed", "shown"),
+    [(LOST, False, False), (LOST, True, False), (ANOTHER, False, True), (LOST + b"INFO go on\n", True, True)],
+    ids=["lost its peers", "stopped at its end", "an exception before", "stopped after it had gone on"],
+)
+def test_a_traceback_that_may_be_the_cause_is_shown(text: bytes, killed: bool, shown: bool) -> None:
+    logs, said = Logs(text), list[str]()
+    victims = Consequences(cast(RunLogs, logs), said.append)
+    victims.add(WorkerExit(0, 4, 99, 1, 1.0, killed_by_us=killed), ["Traceback (most recent call last):", "ConnectionResetError: reset"])
+    victims.tell(cause_is_unknown=False)
+    assert (logs.screens[0].text == text, said == []) == (shown, shown)
+
+
+def test_if_the_cause_is_unknown_the_first_victim_is_shown() -> None:
+    logs, said = Logs(LOST, LOST), list[str]()
+    victims = Consequences(cast(RunLogs, logs), said.append)
+    for local_rank in (1, 0):
+        victims.add(WorkerExit(local_rank, local_rank, 99, 1, 1.0, killed_by_us=False), ["ConnectionResetError: reset"])
+    victims.tell(cause_is_unknown=True)
+    assert [screen.text for screen in logs.screens] == [b"", LOST]
+    assert said == ["rank 0 ended because it lost its peers: ConnectionResetError: reset; --log-dir=FOLDER keeps its traceback"]
 
 
 def test_the_line_on_those_that_lost_their_peers() -> None:

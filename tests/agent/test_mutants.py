@@ -498,6 +498,24 @@ MUTANTS = (
         skips("outside", "parked"),
         seen_by="live_workers::what_others_have_left_behind_is_ended_while_a_worker_is_parked",
     ),
+    mutant(
+        "an exception in whose handling peers were lost is shown",
+        "failures.consequences:Consequences.add",
+        never("held.names_another_exception()"),
+        seen_by="held_traceback::a_traceback_that_may_be_the_cause_is_shown[an exception before]",
+    ),
+    mutant(
+        "a worker that was stopped while it went on keeps its output",
+        "failures.consequences:Consequences.add",
+        instead_of("held.names_another_exception() or (end.killed_by_us and (not held.is_the_end()))", "held.names_another_exception()"),
+        seen_by="held_traceback::a_traceback_that_may_be_the_cause_is_shown[stopped after it had gone on]",
+    ),
+    mutant(
+        "of victims alone the first is shown",
+        "failures.consequences:Consequences.tell",
+        never("victims and cause_is_unknown"),
+        seen_by="held_traceback::if_the_cause_is_unknown_the_first_victim_is_shown",
+    ),
 )
 
 
