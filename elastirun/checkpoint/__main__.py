@@ -117,6 +117,8 @@ def export(directory: str, step: int | None, to: str) -> None:
 
 def _scan(path: str) -> tuple[Directory, list[Published]]:
     """Return the directory, and what is published there. ``path`` may also be the folder of one checkpoint. Raises ``CheckpointError``."""
+    if not path:
+        raise CheckpointError("DIR is empty; give a path")
     folder, _, name = path.rstrip("/").rpartition("/")
     single = is_step_name(name)
     place = open_directory((folder or ("/" if path.startswith("/") else ".")) if single else path)
@@ -214,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         command.main(None if argv is None else list(argv), prog_name="elastirun checkpoint", standalone_mode=False)
     except click.ClickException as error:
-        _fail(error.format_message())
+        _fail(f"{error.format_message()} (see elastirun checkpoint --help)")
     except CheckpointError as error:
         _fail(str(error))
     except NothingFound as error:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         raise NothingFound(f"no events in {', '.join(map(quote, given['folders']))}: {words.clean(why)}; give the folder of --log-dir")
     agents = clocks.align(found.events)
     told = story.tell(agents)
-    show("\n".join(words.summary(told)))
+    shown = show("\n".join(words.summary(told)))
     files = {given["out"] or OUT: page.page(told, found.left_out)}
     if given["trace"]:
         if os.path.abspath(given["trace"]) in map(os.path.abspath, files):
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"{quote(path)} is a file of events, which the report is made from; give another place")
     for path, text in files.items():
         _save(text.encode(errors="replace"), path)
-    return show(f"Written: {', '.join(map(quote, files))}")
+    return max(shown, show(f"Written: {', '.join(map(quote, files))}"))
 
 
 def _given(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
