@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from elastirun.rendezvous.wire.codec import clip
 from elastirun.rendezvous.wire.records import Blame, ExitRecord
+
+LONGEST_WORDS = 120  # characters of an exception
+# Not indented, unlike the frames above it; torch puts the rank in front. The modules of its name are left out.
+_EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Lost|Failed)\b.*)")
 
 
 def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
@@ -33,7 +37,14 @@ def describe(failure: ExitRecord) -> str:
     how = f"exit code {failure.code}" if failure.code >= 0 else signal_name(-failure.code)
     perhaps = ", perhaps for having lost its peers" if may_have_lost_peers(failure) else ""
     note = f", {failure.note.partition(' (')[0]}" if failure.note else ""
-    return clip(f"rank {failure.rank} on {failure.node} failed ({how}{note}){perhaps}")
+    words = exception(failure.lines) if failure.code > 0 and not note else ""
+    return clip(f"rank {failure.rank} on {failure.node} failed ({how}{note}){perhaps}{f': {words}' if words else ''}")
+
+
+def exception(lines: Sequence[str]) -> str:
+    """Return the last exception in the last lines of a worker, as ``ValueError: no data``; empty: there is none."""
+    found = next(filter(None, map(_EXCEPTION.match, reversed(lines))), None)
+    return clip(found[1], LONGEST_WORDS) if found else ""
 
 
 def signal_name(number: int) -> str:

@@ -20,6 +20,12 @@ from tests.rendezvous.test_formation import failure
         (replace(failure(2), code=-9, note="OOM-killed, 3.9 of 4.0 GiB"), "rank 2 on n failed (SIGKILL, OOM-killed, 3.9 of 4.0 GiB)"),
         (replace(failure(2), code=-9, note="sent from outside (not by this agent)"), "rank 2 on n failed (SIGKILL, sent from outside)"),
         (failure(2, blame=3), "rank 2 on n failed (exit code 1)"),
+        (
+            replace(failure(2), lines=(" File", "[rank2]: a.b.OwnError: no\x1b[2J", "")),
+            "rank 2 on n failed (exit code 1): OwnError: no [2J",
+        ),
+        (replace(failure(2), lines=("KeyError: " + "k" * 200,)), f"rank 2 on n failed (exit code 1): KeyError: {'k' * 109}…"),
+        (replace(failure(2), lines=("The Error: of a log line",)), "rank 2 on n failed (exit code 1)"),
         (failure(2, blame=5), "rank 2 on n failed (exit code 1), perhaps for having lost its peers"),
     ],
 )
