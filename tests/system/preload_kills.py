@@ -50,7 +50,8 @@ def role(process: proc.ProcessStat, agent: int) -> str:
         return "guard"
     if "forkserver.py" in line:
         return "server" if process.session == process.pid else "parked fork"
-    return "worker" if "script.py" in line and "exec_worker" not in line else "other"
+    ours = "exec_worker" in line or "-m elastirun" in line  # the latter: a child of the agent that executes its program next
+    return "worker" if "script.py" in line and not ours else "other"
 
 
 def one_try(target: str, after: float, modules: str = "json") -> Try:
