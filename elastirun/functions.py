@@ -23,9 +23,11 @@ from typing import Any
 
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.cli import command_line as cli
+from elastirun.cli.options import BY_DEST
 from elastirun.errors import JobFailed, UsageError
 from elastirun.start_command import start_command
 
+OF_SCRIPTS = ("module", "no_python", "run_path")  # options
 WORKER = str(Path(__file__).with_name("worker") / "function_worker.py")
 
 
@@ -60,6 +62,10 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     line = []
     for name, value in options.items():
         option = "--" + name.replace("_", "-")
+        if name in OF_SCRIPTS and value:
+            raise UsageError(f"launch: {name} is for scripts, and this runs a function; leave it out")
+        if value is True and name in BY_DEST and not BY_DEST[name].flag:
+            raise UsageError(f"launch: {name}=True: give {option} a value, {BY_DEST[name].metavar}")
         if value is True:
             line.append(option)
         elif value is not None and value is not False:

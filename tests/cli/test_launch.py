@@ -106,6 +106,10 @@ def test_what_cannot_be_launched_is_one_line(tmp_path: Path) -> None:
         elastirun.launch(print, "x")
     with pytest.raises(UsageError, match=r"launch: .*<lambda> and its arguments cannot be sent to .*; give a function of a module"):
         elastirun.launch(lambda: None)
+    with pytest.raises(UsageError, match="launch: max_restarts=True: give --max-restarts a value, N"):
+        elastirun.launch(print, max_restarts=True)
+    with pytest.raises(UsageError, match="launch: module is for scripts, and this runs a function; leave it out"):
+        elastirun.launch(print, module=True)
     with pytest.raises(UsageError, match="--nproc-per-nodes"):
         elastirun.launch(os.getcwd, nproc_per_nodes=2)
     with pytest.raises(UsageError, match="write --set restart-pause=SECONDS"):
