@@ -12,6 +12,7 @@ from elastirun.rendezvous.wire.records import Blame, ExitRecord
 LONGEST_WORDS = 120  # characters of an exception
 # Not indented, unlike the frames above it; torch puts the rank in front. The modules of its name are left out.
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Lost|Failed)\b.*)")
+_SOURCE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] ?")  # a line of gloo's or torch's source in a message
 
 
 def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
@@ -44,7 +45,7 @@ def describe(failure: ExitRecord) -> str:
 def exception(lines: Sequence[str]) -> str:
     """Return the last exception in the last lines of a worker, as ``ValueError: no data``; empty: there is none."""
     found = next(filter(None, map(_EXCEPTION.match, reversed(lines))), None)
-    return clip(found[1], LONGEST_WORDS) if found else ""
+    return clip(_SOURCE.sub("", found[1]), LONGEST_WORDS) if found else ""
 
 
 def signal_name(number: int) -> str:

@@ -187,7 +187,8 @@ def test_a_victim_that_dies_20_ms_before_its_culprit_is_never_blamed(stage: Clus
         parts = {rank: (0.0, VICTIMS[number % len(VICTIMS)]) for rank in others}
         parts[culprit] = (0.02, "crash" if number % 5 == 4 else "culprit")
         reason, workers = play(stage, workers, parts)
-        assert re.fullmatch(rf"rank {culprit} on \S+ failed \(\S.*\)", reason), f"try {number}, {parts}: {reason}\n{stage.everything()}"
+        told = rf"rank {culprit} on \S+ failed \(\S.*\)(: ValueError: the true cause)?"
+        assert re.fullmatch(told, reason), f"try {number}, {parts}: {reason}\n{stage.everything()}"
 
 
 def test_a_culprit_that_lingers_after_its_traceback_is_blamed(stage: Cluster) -> None:
@@ -202,7 +203,7 @@ def test_what_a_worker_says_after_our_signal_is_not_held_against_it(stage: Clust
     """Every worker here raises an exception when it gets SIGTERM."""
     workers = stage.round(4)
     reason, workers = play(stage, workers, {2: (0.0, "gloo")})
-    assert reason.startswith("rank 2 on ") and reason.endswith("perhaps for having lost its peers"), "a victim, for want of anybody else"
+    assert reason.startswith("rank 2 on ") and "perhaps for having lost its peers" in reason, "a victim, for want of anybody else"
     for agent in stage.agents:
         agent.send_signal(signal.SIGTERM)
 

@@ -26,7 +26,7 @@ with saving():
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / ".latest" / os.uname().nodename / "events.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (next((folder / ".latest").iterdir()) / "events.jsonl").read_text().splitlines()]
 
 
 def test_a_failure_costs_its_restart_and_the_steps_that_are_done_again(nodes: Cluster) -> None:
@@ -62,5 +62,5 @@ def test_a_failure_costs_its_restart_and_the_steps_that_are_done_again(nodes: Cl
     assert read.left_out == [] and [(fault.round, fault.cause) for fault in told.faults] == [(1, "failure")]
     assert told.faults[0].seconds == pytest.approx(lost, abs=0.05) and told.total == pytest.approx(last["total"], abs=0.05)
     assert told.spent[NodeState.RUNNING] == pytest.approx(seconds["training"], abs=0.05)
-    assert f"time of {os.uname().nodename}: " in nodes.out(1) and "  lost by cause: failure " in nodes.out(1)
+    assert f"time of {os.uname().nodename}" in nodes.out(1) and "  lost by cause: failure " in nodes.out(1)
     assert "time of" not in nodes.out(2), "node 0 says it"
