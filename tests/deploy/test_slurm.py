@@ -60,7 +60,7 @@ def test_a_job_goes_on_without_a_node(cluster: Slurm, nodes: Cluster, how: str) 
     say(workers, "exit 0")
     assert job.ends() == ("COMPLETED", "0:0"), job.out()
     assert job.has("Restarts") == "0"
-    cluster.start_node(2)
+    cluster.return_node(2)
 
 
 @pytest.mark.daily(3)
@@ -101,7 +101,7 @@ def test_a_job_ends_with_its_training_when_the_node_of_its_script_was_lost(clust
     assert state == "CANCELLED", job.explain()
     assert f"lost; the job ends with exit code {int(command != 'exit 0')}" in job.out()
     assert job.has("Restarts") == "0"
-    cluster.start_node(0)
+    cluster.return_node(0)
 
 
 @pytest.mark.daily(3)
@@ -116,7 +116,7 @@ def test_a_job_that_is_told_to_stop_after_the_node_of_its_script_was_lost_is_que
     until(lambda: job.has("Restarts") == "1", "the job to be queued again", state=job.explain, pause=0.1)
     assert "exit code 143: the job is queued again" in job.out()
     cluster.run("scancel", job.number)
-    cluster.start_node(0)
+    cluster.return_node(0)
 
 
 @pytest.mark.daily(3)

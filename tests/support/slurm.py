@@ -101,6 +101,21 @@ class Slurm:
         self.kill_node(number)
         self.start(f"node{number}", number, "slurmd", "-D", "-N", f"h{number}")
 
+    def return_node(self, number: int) -> None:
+        """Start a lost node again, and wait until jobs can have it.
+
+        The controller may wait for two minutes that a job which is over has ended there; setting the node down ends this wait.
+        """
+        self.start_node(number)
+        self.run("scontrol", "update", f"nodename=h{number}", "state=down", "reason=test")
+        resume = self._hosts[self.count].inside("scontrol", "update", f"nodename=h{number}", "state=resume")
+
+        def idle() -> bool:
+            subprocess.run(resume, env=self.env, capture_output=True)  # refused until the node has come
+            return self.nodes_in("idle") == self.count
+
+        until(idle, f"h{number} to be idle", state=self.log, pause=0.2)
+
     def kill_node(self, number: int) -> None:
         """Kill every process of a node at once: slurmd, its steps, the agent and the workers."""
         node = self._started.pop(f"node{number}", None)
