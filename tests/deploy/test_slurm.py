@@ -89,6 +89,7 @@ def test_a_node_that_comes_when_the_job_has_succeeded_is_told_to_leave(cluster: 
 def test_a_job_ends_with_its_training_when_the_node_of_its_script_was_lost(cluster: Slurm, nodes: Cluster, command: str) -> None:
     """Slurm takes the node out of the job and lets it run on, with --no-kill."""
     job = Job(cluster, nodes, PET_MAX_RESTARTS="0", PET_FAILURE_GRACE="1")
+    until(lambda: job.has("JobState") == "RUNNING", "the job to run", state=job.explain, pause=0.2)
     nodes.round(3)
     cluster.kill_node(0)
     workers = nodes.round(2, after=1)
