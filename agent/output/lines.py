@@ -95,7 +95,7 @@ class PrefixedLines:
     (a prompt) is written as a line of its own, and the rest as another one. Of a line that is overwritten with carriage returns (a progress
     bar) the last state is written, once per BAR_PAUSE at most.
 
-    ``due``: when to call ``show_begun``, on ``elastirun.clock``; infinity: not at all.
+    ``due``: when to call ``show_begun``, on ``elastirun.clock``; infinity: not at all. ``was_due``: as in ``WholeLines``.
     """
 
     def __init__(self, prefix: bytes, write: Callable[[bytes], None], needles: Sequence[bytes] = (), copy: LogFile | None = None) -> None:
@@ -103,6 +103,7 @@ class PrefixedLines:
         self._partial = b""
         self._shown = b""  # what was written of ``_partial``
         self.due = math.inf
+        self.was_due = False
 
     def feed(self, data: bytes) -> None:
         """Write the lines that ``data`` completes."""

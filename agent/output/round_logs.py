@@ -18,7 +18,7 @@ from typing import Protocol
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.held_traceback import HeldTraceback
-from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear
+from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, PIECE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear
 from elastirun.agent.output.log_files import LogFile, close_all
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import NO_FILES, LogPolicy, Std
@@ -285,9 +285,13 @@ class RoundLogs:
             if now >= one.due:
                 one.show()
         prefixed = [lines for worker in self._workers.values() for lines in worker.prefixed]
+        paused = self._console.out.full or self._console.err.full or self._disk.full  # pumps are: the end may already be in the pipe
         for begun in prefixed:
-            if now >= begun.due:
+            if now >= begun.due and paused:
+                begun.due = now + PIECE_DELAY
+            elif now >= begun.due and begun.was_due:
                 begun.show_begun()
+            begun.was_due = now >= begun.due  # one turn later, as above
         return min((*(lines.due for lines in raw), *(one.due for one in held), *(begun.due for begun in prefixed)), default=math.inf)
 
     def finish(self) -> None:
