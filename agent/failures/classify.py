@@ -64,10 +64,8 @@ def classify(end: WorkerExit, lines: Sequence[str]) -> Blame:
         return Blame.OWN_FAULT  # an abort may be NCCL's watchdog, no other crash is
     if end.code < 0 and shows_own_failure(lines, None):
         return Blame.OWN_FAULT  # it aborted during interpreter exit, after an exception of its own
-    name, said = _last_exception(lines) if end.code > 0 else (None, lines)
-    if name is not None and not _PEER_EXCEPTION.fullmatch(name):
-        return Blame.OWN_FAULT
-    return Blame.VICTIM if any(_PEER_LOST_MESSAGE.search(line) for line in said) else Blame.OWN_FAULT
+    lost = shows_lost_peers(lines) if end.code > 0 else any(_PEER_LOST_MESSAGE.search(line) for line in lines)
+    return Blame.VICTIM if lost else Blame.OWN_FAULT
 
 
 def shows_own_failure(lines: Sequence[str], error: Sequence[str] | None) -> bool:
@@ -76,7 +74,7 @@ def shows_own_failure(lines: Sequence[str], error: Sequence[str] | None) -> bool
     A worker may need seconds between its traceback and its exit, and its peers may end first.
     """
     name, said = _last_exception(error or lines)
-    if name is None or _PEER_EXCEPTION.fullmatch(name) and any(_PEER_LOST_MESSAGE.search(line) for line in said):
+    if name is None or shows_lost_peers(error or lines):
         return False
     return error is not None or len(said) == 1 or any(_UNCAUGHT.match(line) for line in lines)
 

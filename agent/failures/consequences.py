@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastirun.agent.failures.classify import last_words
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.part import WorkerExit
+from elastirun.rendezvous.failures import exception
 from elastirun.rendezvous.wire.codec import clip
 
 MOST_RANKS = 16  # that the line names
-_NOISE = re.compile(r"^(\[rank\d+\]: ?)?([a-z_]\w*\.)*|\[/\S+:\d+\] ?")  # modules of an exception's name, and lines of gloo's source
 LONGEST_WORDS = 100  # characters of an exception
 
 
@@ -42,7 +41,7 @@ class Consequences:
             held.show()
             return
         held.wait()
-        words = _NOISE.sub("", last_words(lines)).partition(". ")[0]
+        words = (exception(lines) or last_words(lines)).partition(". ")[0]
         self._victims.append(Victim(end.rank, end.local_rank, clip(words, LONGEST_WORDS)))
 
     def show(self, local_rank: int) -> None:
