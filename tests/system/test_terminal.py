@@ -15,7 +15,13 @@ import pytest
 from tests.support.cluster import PATIENCE
 
 READS = "import os, sys\nos.write(1, f'{os.environ[\"RANK\"]} {sys.stdin.read()!r}\\n'.encode())\n"
-DEBUGS = "import os\nseen = int(os.environ['RANK']) + 40\nbreakpoint()\nos.write(1, b'after %d\\n' % seen)\n"
+DEBUGS = """
+import os
+seen = int(os.environ['RANK']) + 40
+breakpoint()
+seen += 2
+os.write(1, b'after %d\\n' % seen)
+"""
 
 
 def command(tmp_path: Path, text: str, *options: str) -> list[str]:
@@ -59,15 +65,19 @@ class Terminal:
 def test_several_workers_are_debugged_at_the_terminal_one_after_the_other(tmp_path: Path, options: tuple[str, ...]) -> None:
     terminal = Terminal()
     with subprocess.Popen(command(tmp_path, DEBUGS, *options), stdin=terminal.theirs, stdout=subprocess.PIPE, text=True) as agent:
-        ranks = []
-        for _ in range(2):
-            ranks.append(terminal.reads(r"rank \d \(pid \d+\) is at a breakpoint")[5])
+        stops: list[str] = []
+        for _ in range(4):
+            stops.append(terminal.reads(r"rank \d \(pid \d+\) is at a breakpoint")[5])
             terminal.reads(r"\(Pdb\) ")
+            if stops.count(stops[-1]) == 1:
+                terminal.types("b 6")
+                terminal.reads(r"Breakpoint 1 at ")
+                terminal.reads(r"\(Pdb\) ")
             terminal.types("p 'seen is', seen")
-            terminal.reads(rf"\('seen is', 4{ranks[-1]}\)")
+            terminal.reads(rf"\('seen is', {40 + int(stops[-1]) + 2 * (stops.count(stops[-1]) - 1)}\)")
             terminal.reads(r"\(Pdb\) ")
             terminal.types("c")
-        assert sorted(ranks) == ["0", "1"]
+        assert sorted(stops) == ["0", "0", "1", "1"]
         assert agent.wait(PATIENCE) == 0
-        assert agent.stdout is not None and sorted(re.findall(r"after 4\d", agent.stdout.read())) == ["after 40", "after 41"]
+        assert agent.stdout is not None and sorted(re.findall(r"after 4\d", agent.stdout.read())) == ["after 42", "after 43"]
     terminal.close()

@@ -8,9 +8,16 @@ whatever interpreter a worker has: it imports nothing of ours, and next to nothi
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pdb import Pdb
+    from typing import Any
+
 VARIABLE, MAGIC, HEADER, SIGNAL, SHOWS = "ELASTIRUN_PROGRESS", b"elastpg1", 4096, 2, 15  # as in elastirun/worker/progress_page.py
 TERMINAL = "ELASTIRUN_TERMINAL"  # set by the agent of several workers: the path of its terminal
 FIRST_FD = 50  # the lowest number for the page: a script finds the usual numbers free, and `ulimit -n 64` has room
+
+debuggers: "list[Pdb]" = []  # of this process, once it was at a breakpoint
 
 
 def show_stacks() -> None:
@@ -36,31 +43,44 @@ def debug_at_terminal(*args: object, **kwargs: object) -> object:
     """Take the place of ``sys.breakpointhook``: debug at the agent's terminal, one worker at a time. Most workers have no other stdin."""
     if "PYTHONBREAKPOINT" in os.environ:
         return sys.__breakpointhook__(*args, **kwargs)
+    if not debuggers:
+        debuggers.append(make_debugger())
+    debuggers[0].set_trace(sys._getframe(1))
+    return None
+
+
+def make_debugger() -> "Pdb":
+    """Return a debugger that has the terminal from a stop until the script goes on. Raises OSError where the terminal is gone."""
     import fcntl
+    import io
     import pdb
 
-    terminal = open(os.environ[TERMINAL], "r+b", buffering=0)  # noqa: SIM115 - open as long as the debugger is in use
-    fcntl.flock(terminal, fcntl.LOCK_EX)  # until another worker has gone on
-    try:
-        import io
-
-        reads, writes = (io.TextIOWrapper(io.FileIO(terminal.fileno(), mode, closefd=False), write_through=True) for mode in "rw")
-    except OSError:
-        terminal.close()
-        raise
+    terminal = os.open(os.environ[TERMINAL], os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)  # else its Ctrl-C would be for this worker alone
+    reads, writes = (io.TextIOWrapper(io.FileIO(terminal, mode, closefd=False), write_through=True) for mode in "rw")
 
     class Debugger(pdb.Pdb):
+        stands = False  # at a stop
+
+        def interaction(self, *args: "Any") -> None:  # its parameters differ between versions of Python
+            if not self.stands:
+                fcntl.flock(terminal, fcntl.LOCK_EX)  # until another worker has gone on
+                self.stands = True
+                writes.write(f"--- rank {os.environ.get('RANK', '?')} (pid {os.getpid()}) is at a breakpoint\n")
+            super().interaction(*args)
+
         def set_continue(self) -> None:
             super().set_continue()
-            terminal.close()
+            self.goes_on()
 
         def set_quit(self) -> None:
             super().set_quit()
-            terminal.close()
+            self.goes_on()
 
-    writes.write(f"--- rank {os.environ.get('RANK', '?')} (pid {os.getpid()}) is at a breakpoint\n")
-    Debugger(stdin=reads, stdout=writes).set_trace(sys._getframe(1))
-    return None
+        def goes_on(self) -> None:
+            self.stands = False
+            fcntl.flock(terminal, fcntl.LOCK_UN)
+
+    return Debugger(stdin=reads, stdout=writes)
 
 
 def leave() -> None:
