@@ -133,7 +133,7 @@ class FileTimers(Part):
         if request.expiration < 0:
             self._timers.pop(key, None)
         elif key in self._timers or len(self._timers) < MAX_TIMERS:
-            # Of two reads of the wall clock within milliseconds, so that a later step of that clock does not matter.
+            # Both sides read the wall clock within milliseconds of each other; a step of that clock later does not matter.
             self._timers[key] = clock.now() + request.expiration - time.time(), request.signal
 
     def _end(self, pid: int, scope: str, signum: int) -> None:

@@ -19,6 +19,7 @@ def test_each_of_two_that_wait_is_told_of_the_other(nodes: Cluster) -> None:
         nodes.launch(i, "--nnodes=2", f"--rdzv-id={i}000", *where, str(nodes.script))
     for i, other in ((1, 2), (2, 1)):
         nodes.says(i, f"job '{other}000' waits for its nodes at 127.0.0.1:{nodes.port}, too, and this one is '{i}000'; if the two are one")
+        assert nodes.out(i).count("waits for its nodes at") == 1, "it is said once"
 
 
 def put(store: MemoryStore, key: str, value: bytes) -> None:
