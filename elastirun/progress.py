@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import index
 from time import monotonic_ns
 
@@ -208,11 +208,17 @@ def begin_round() -> None:
 
 
 def _write_stacks_at_a_signal(fd: int) -> int:
-    """Let a signal that this program does not use write all Python stacks to ``fd``. Return its number; 0: there is none."""
+    """Let a signal that this program does not use write all Python stacks to ``fd``. Return its number; 0: there is none.
+
+    The signal is ignored before and after, so that it does no harm when it comes after the interpreter has taken its handlers away.
+    """
     for signum in _SIGNALS:
-        if signal.getsignal(signum) is signal.SIG_DFL:
+        if (before := signal.getsignal(signum)) in (signal.SIG_DFL, signal.SIG_IGN):
             try:
                 os.lseek(fd, HEADER, os.SEEK_SET)
+                if before is signal.SIG_DFL:
+                    with suppress(ValueError):  # not in the main thread
+                        signal.signal(signum, signal.SIG_IGN)
                 faulthandler.register(signum, file=fd, all_threads=True)
             except (OSError, RuntimeError, ValueError):
                 break

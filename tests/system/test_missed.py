@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.cluster import Cluster
 
 VICTIM = """
@@ -43,6 +45,16 @@ if os.environ["RANK"] == "1":
     read_checkpoint()
 exec(compile("def barrier():\\n    time.sleep(600)", "/x/torch/distributed/distributed_c10d.py", "exec"))
 barrier()
+"""
+AT_EXIT = """
+import ctypes, os
+from elastirun.progress import progress
+{stamps}
+page = os.open(os.environ["ELASTIRUN_PROGRESS"], os.O_RDONLY)
+number = int.from_bytes(os.pread(page, 8, 8 * 2), "little")
+assert 32 < number <= 64, number
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(ctypes.cast(libc["raise"], ctypes.c_void_p), ctypes.c_void_p(number), None)  # called when the interpreter has ended
 """
 MISSED = "Missed by the others, so probably the cause:"
 
@@ -111,6 +123,12 @@ def test_stacks_can_be_turned_off(nodes: Cluster) -> None:
     agent = nodes.agent(1, "--stacks=off", nnodes="1", nproc=2)
     assert nodes.ends(agent) == 1, nodes.everything()
     assert MISSED not in nodes.out(1)
+
+
+@pytest.mark.parametrize(("stamps", "stacks"), [("", "on"), ("progress()", "on"), ("progress()", "off")])
+def test_the_signal_for_stacks_does_no_harm_after_the_interpreter_has_ended(nodes: Cluster, stamps: str, stacks: str) -> None:
+    nodes.script.write_text(AT_EXIT.format(stamps=stamps))
+    assert nodes.ends(nodes.agent(1, f"--stacks={stacks}", nnodes="1")) == 0, nodes.everything()
 
 
 def test_a_script_sees_neither_our_folder_nor_our_sitecustomize(nodes: Cluster) -> None:

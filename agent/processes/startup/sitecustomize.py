@@ -23,7 +23,7 @@ debuggers: "list[Pdb]" = []  # of this process, once it was at a breakpoint
 def show_stacks() -> None:
     """Let a signal write all Python stacks behind the progress page, and say so there. Another process of this worker may be first."""
     import faulthandler
-    from _signal import SIG_DFL, SIGRTMAX, SIGRTMIN, getsignal  # type: ignore[import-not-found,unused-ignore]
+    from _signal import SIG_DFL, SIG_IGN, SIGRTMAX, SIGRTMIN, getsignal, signal  # type: ignore[import-not-found,unused-ignore]
     from fcntl import F_DUPFD_CLOEXEC, fcntl
 
     page = os.open(os.environ[VARIABLE], os.O_RDWR | os.O_CLOEXEC)
@@ -34,6 +34,7 @@ def show_stacks() -> None:
         os.close(fd)
         return
     os.lseek(fd, HEADER, os.SEEK_SET)
+    signal(number, SIG_IGN)  # for the time after the interpreter has taken its handlers away
     faulthandler.register(number, fd, True)
     os.pwrite(fd, number.to_bytes(8, "little"), 8 * SIGNAL)
     os.pwrite(fd, os.getpid().to_bytes(8, "little"), 8 * SHOWS)
