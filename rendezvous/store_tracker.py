@@ -360,7 +360,7 @@ class StoreTracker:
 
     def turn_back(self) -> None:
         """Ask again where the job was started: this newcomer was sent where nobody answers, or where there is no job."""
-        self._failover.turn_back(self.now + 2 * self.rules.expire)
+        self._failover.turn_back(self.now)
         self._link = self._link.to_another_store(self.now)
         self._link.contact = Contact()
 

@@ -143,9 +143,14 @@ class Failover:
         """Use the store of ``place``, where this newcomer was sent."""
         self.evidence = replace(self.evidence, at=place)
 
-    def turn_back(self, until: float) -> None:
-        """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""
-        self.evidence, self._unreachable_until = replace(self.evidence, at=None), (self.evidence.at, until)
+    def turn_back(self, now: float) -> None:
+        """Ask again where the job was started: there is no job where this newcomer was sent. It is sent there again after a while.
+
+        When a new run may begin without that place, it stays for long: nodes that come and go in turn would meet for no last call.
+        """
+        in_vain = now >= self._redirected.since + self.rules.longest_alone
+        pause = self.rules.longest_alone if in_vain else 2 * self.rules.expire
+        self.evidence, self._unreachable_until = replace(self.evidence, at=None), (self.evidence.at, now + pause)
 
     def is_sent(self, found: RoundRecord | None, now: float) -> Place | None:
         """Return where the record ``found``, read where the job was started, sends this node; None: nowhere.

@@ -1522,6 +1522,12 @@ MUTANTS = (
         seen_by="succession::a_newcomer_is_not_sent_in_vain_for_ever",
     ),
     mutant(
+        "newcomers that were sent in vain for long meet where the job was started",
+        "failover.failover:Failover.turn_back",
+        never("in_vain"),
+        seen_by="succession::a_newcomer_that_was_sent_in_vain_for_long_stays_where_the_job_was_started_for_as_long",
+    ),
+    mutant(
         "the last word of a node that leaves is no doubt",
         "failover.decide:others_doubt",
         part_always("v.gone"),

@@ -25,7 +25,7 @@ def test_nothing_that_must_never_happen_happens(first: int) -> None:
         assert violation is None, f"{violation}; the whole story: python -m tests.sim --replay {seed}"
 
 
-WENT_WRONG = [1519, 900215, 1001893, 1009739, 7001710, 9087004, 11003140, 63002407, 63018574, 79007888, 80016563, 82037468]
+WENT_WRONG = [1519, 900215, 1001893, 1009739, 7001710, 9087004, 11003140, 63002407, 63018574, 79007888, 80016563, 82037468, 84049341]
 
 
 @pytest.mark.parametrize("seed", WENT_WRONG)

@@ -769,13 +769,24 @@ def test_a_newcomer_goes_where_another_endpoint_sends_it() -> None:
     asked = machine.step(SyncFailed(0.1, "refused", moved=PLACES[1]))
     assert machine.store.place == PLACES[1] and [action.at for action in asked if isinstance(action, Sync)] == [PLACES[1]]
     assert any(isinstance(action, Say) and "has moved to" in action.text for action in asked)
-    machine.store._failover.turn_back(10.0)
+    machine.store._failover.turn_back(0.2)
     machine.step(Tick(1.0))
     machine.step(SyncFailed(1.1, "refused", moved=PLACES[1]))
     assert machine.store.place is None, "nobody has answered there"
     machine.step(Tick(3.0))
     machine.step(SyncFailed(3.1, "refused", moved=PLACES[2]))
     assert machine.store.place == PLACES[2]
+
+
+def test_a_newcomer_that_was_sent_in_vain_for_long_stays_where_the_job_was_started_for_as_long() -> None:
+    """There it meets the others, which were sent there, too: a first round waits until nobody has come for a while."""
+    rules, sends = Rules(1, 5, store_succession="proof"), RoundRecord("other", moved=PLACES[1])
+    failover = Failover("n", rules)
+    for now, pause in ((1.0, 2 * rules.expire), (1.0 + rules.longest_alone, rules.longest_alone)):
+        assert failover.is_sent(sends, now) == PLACES[1]
+        failover.follow(PLACES[1])
+        failover.turn_back(now)
+        assert failover.is_sent(sends, now + pause - 0.1) is None and failover.is_sent(sends, now + pause) == PLACES[1]
 
 
 def test_a_newcomer_goes_there_also_when_it_has_read_a_record_without_a_round() -> None:
