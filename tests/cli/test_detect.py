@@ -303,6 +303,122 @@ def test_what_kubeflow_sets_is_taken_as_it_is(environ: Environment, endpoint: En
     assert config == resolved("t.py", {name: text for name, text in environ.items() if name.startswith("PET_")})[0]
 
 
+# --- mpirun, Flux, Azure ML, and variables set by hand
+
+MPI: dict[str, list[dict[str, str]]] = json.loads(Path(__file__).with_name("mpi_environments.json").read_text())["environments"]
+FLUX = {"FLUX_JOB_ID": "ƒ3ETxsR9H", "FLUX_JOB_SIZE": "3", "FLUX_JOB_NNODES": "3", "FLUX_TASK_RANK": "1", "FLUX_TASK_LOCAL_ID": "0"}
+FLUX |= {"PMI_RANK": "1", "PMI_SIZE": "3", "PMI_FD": "8", "FLUX_URI": "local:///run/flux/local", "MASTER_ADDR": "n7"}
+AZURE = {"AZUREML_NODE_COUNT": "2", "AZUREML_RUN_ID": "brave_fig_1", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "6105"}
+AZURE |= {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}
+BY_HAND = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "fd00::7", "MASTER_PORT": "29500"}
+RAY_TRAIN = {"MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "41233", "WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "1"}
+PYTORCH_JOB_WITHOUT_PET = {"MASTER_ADDR": "run-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "1"}
+
+
+@pytest.mark.parametrize("kind", MPI)
+def test_tasks_of_a_real_mpirun(kind: str) -> None:
+    environs = MPI[kind]
+    for environ in environs if "two_per_node" in kind else []:
+        assert_alone("t.py", environ, warning="has several tasks on this node")
+        assert_alone("t.py", {**environ, **STEP}, warning="has several tasks on this node")
+    if "one_per_node" in kind:
+        port = environs[0].get("MASTER_PORT", "29400")
+        expected = ("1:2", f"node0:{port}", f"node0-{port}")
+        assert [values("t.py", environ) for environ in environs] == [(*expected, i, i == 0) for i in range(2)]
+        for environ in environs:
+            nameless = {name: text for name, text in environ.items() if not name.startswith("MASTER_")}
+            assert_alone("t.py", nameless, warning="and nothing says where the first of them is: mpi")
+            assert_alone("t.py", {**environ, "MASTER_ADDR": "localhost"}, warning="MASTER_ADDR=localhost is another machine on each node")
+    if "on_one_node" in kind:
+        assert_alone("t.py", environs[0])
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (FLUX, ("1:3", "n7:29400", "f3ETxsR9H", 1, False)),
+        ({**FLUX, "FLUX_TASK_RANK": "0"}, ("1:3", "n7:29400", "f3ETxsR9H", 0, True)),
+        (AZURE, ("1:2", "10.0.0.4:6105", "brave_fig_1", 1, False)),
+        (BY_HAND, ("1:4", "[fd00::7]:29500", "fd00::7-29500", 2, False)),
+        ({**INDEXED, **BY_HAND}, ("1:4", "[fd00::7]:29500", "fd00::7-29500", 2, False)),  # with hostNetwork: the pod has no name
+        ({**BY_HAND, "PET_NNODES": "2:8", "PET_RDZV_ID": "mine"}, ("2:8", "[fd00::7]:29500", "mine", 2, False)),
+    ],
+)
+def test_nodes_that_are_numbered_and_the_first_is_named(environ: Environment, expected: tuple[object, ...]) -> None:
+    assert values("t.py", environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "warning"),
+    [
+        ({**FLUX, "FLUX_JOB_SIZE": "6"}, "flux run --tasks-per-node=1"),
+        ({**FLUX, "MASTER_ADDR": ""}, "MASTER_ADDR=$(flux hostlist --nth=0 local)"),
+        ({**AZURE, "WORLD_SIZE": "8"}, "process_count_per_instance=1"),
+        ({**BY_HAND, "NNODES": "1", "NODE_RANK": "0"}, ""),
+        ({**BY_HAND, "NNODES": "many"}, "NNODES=many is no number"),
+        ({**BY_HAND, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({**BY_HAND, "MASTER_ADDR": "tcp://n7"}, "is a URL"),
+        ({**BY_HAND, "MASTER_ADDR": "127.0.0.1"}, "is another machine on each node"),
+        ({**BY_HAND, "TORCHELASTIC_RUN_ID": "j"}, ""),
+        ({**BY_HAND, "PET_DETECT": "off"}, ""),
+        (RAY_TRAIN, ""),  # an actor of Ray is a worker, and tells no number of nodes
+        (PYTORCH_JOB_WITHOUT_PET, "--nnodes=$WORLD_SIZE --node-rank=$RANK --master-addr=$MASTER_ADDR"),
+        ({**PYTORCH_JOB_WITHOUT_PET, "WORLD_SIZE": "1", "RANK": "0"}, ""),
+        ({**PYTORCH_JOB_WITHOUT_PET, "MASTER_ADDR": "localhost"}, ""),
+        ({"PBS_JOBID": "12.pbs", "PBS_NODENUM": "1", "PBS_TASKNUM": "7"}, "this PBS job has several nodes (PBS_NODENUM=1)"),
+        ({"PBS_JOBID": "12.pbs", "PBS_NODENUM": "0", "PBS_NUM_NODES": "4"}, "this PBS job has several nodes (PBS_NUM_NODES=4)"),
+        ({"PBS_JOBID": "12.pbs", "PBS_NODENUM": "0", "PBS_NUM_NODES": "1"}, ""),
+    ],
+)
+def test_who_does_not_know_the_others_runs_alone(environ: Environment, warning: str) -> None:
+    assert_alone("t.py", environ, warning=warning)
+
+
+def test_a_pod_with_a_name_and_an_index_goes_before_variables_set_by_hand() -> None:
+    assert values("t.py", {**INDEXED, **BY_HAND}, IN_JOB)[1] == "train-0.train.team.svc.cluster.local:29400"
+
+
+# --- SageMaker, LSF, Volcano
+
+SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2", "TRAINING_JOB_NAME": "pytorch-2026-11-30", "SM_NUM_GPUS": "8"}
+LSF = {"LSB_JOBID": "10477", "LSB_MCPU_HOSTS": "c1 4 c2 4 c3 2", "LSB_HOSTS": "c1 c1 c1 c1 c2 c2 c2 c2 c3 c3", "LSF_PM_TASKID": "2"}
+VOLCANO = {**POD, "VC_WORKER_HOSTS": "run-worker-0.run,run-worker-1.run", "VC_WORKER_NUM": "2", "VC_TASK_INDEX": "1", "VK_TASK_INDEX": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (SAGEMAKER, ("1:2", "algo-1:29400", "pytorch-2026-11-30", 1, False)),
+        ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-1", "TRAINING_JOB_NAME": ""}, ("1:2", "algo-1:29400", "sagemaker", 0, True)),
+        (LSF, ("1:3", "c1:20477", "lsf-10477", 1, False)),
+        ({**LSF, "LSB_JOBINDEX": "3", "LSF_PM_TASKID": "1"}, ("1:3", "c1:20480", "lsf-10477.3", 0, True)),
+        (VOLCANO, ("1:2", "run-worker-0.run:29400", "run-worker-0.run", 1, False)),
+    ],
+)
+def test_nodes_that_are_listed(environ: Environment, expected: tuple[object, ...]) -> None:
+    assert values("t.py", environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "warning"),
+    [
+        ({**SAGEMAKER, "SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, ""),
+        ({**SAGEMAKER, "SM_HOSTS": "[" * 100_000}, "is no list of names in JSON"),
+        ({**SAGEMAKER, "SM_HOSTS": "[1]"}, "is no list of names in JSON"),
+        ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-9"}, "does not name this node, SM_CURRENT_HOST=algo-9"),
+        ({**SAGEMAKER, "SM_HOSTS": '["a b","algo-2"]'}, "is not a host name"),
+        ({name: text for name, text in LSF.items() if name != "LSF_PM_TASKID"}, "start one agent on each with blaunch"),
+        ({**LSF, "LSF_PM_TASKID": "9"}, "blaunch -z with each host once"),
+        ({**LSF, "LSB_MCPU_HOSTS": "c1 8"}, ""),
+        ({**LSF, "LSB_MCPU_HOSTS": "c1"}, "is no list of hosts"),
+        ({**VOLCANO, "VC_PS_HOSTS": "run-ps-0.run"}, "several kinds of tasks (VC_PS_HOSTS, VC_WORKER_HOSTS)"),
+        ({**VOLCANO, "VC_WORKER_HOSTS": "run-worker-0.run", "VC_TASK_INDEX": "0"}, ""),
+    ],
+)
+def test_lists_that_make_no_job_of_several_nodes(environ: Environment, warning: str) -> None:
+    assert_alone("t.py", environ, warning=warning)
+
+
 # --- contradictions
 
 
@@ -318,6 +434,8 @@ def test_what_kubeflow_sets_is_taken_as_it_is(environ: Environment, endpoint: En
         ({**INDEXED, "JOB_COMPLETION_INDEX": "2"}, ["JOB_COMPLETION_INDEX=2", "host name train-1"]),
         (JOB_SET, ["JOBSET_NAME=exp", "host name train-1"]),
         ({**INDEXED, "JOBSET_NAME": "train"}, ["JOBSET_NAME=train", "host name train-1"]),
+        ({**BY_HAND, "NODE_RANK": "4"}, ["NODE_RANK=4", "NNODES=4"]),
+        ({**VOLCANO, "VC_TASK_INDEX": "2"}, ["VC_TASK_INDEX=2", "(2 nodes)"]),
     ],
 )
 def test_contradictions_name_both_and_what_to_do(environ: Environment, parts: list[str]) -> None:
@@ -366,7 +484,9 @@ def as_variables(line: str) -> dict[str, str]:
 def scheduler(dice: random.Random) -> dict[str, str]:
     """Return variables of one or more schedulers, some of them damaged or missing."""
     environ: dict[str, str] = {}
-    for some in dice.sample([STEP, SCRIPT, SHELL, INDEXED, JOB_SET, POD], dice.randint(1, 3)):
+    for some in dice.sample(
+        [STEP, SCRIPT, SHELL, INDEXED, JOB_SET, POD, FLUX, AZURE, BY_HAND, SAGEMAKER, LSF, VOLCANO], dice.randint(1, 3)
+    ):
         environ |= some
     for name in dice.sample(sorted(environ), dice.randint(0, 3)):
         if dice.random() < 0.5:

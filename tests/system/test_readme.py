@@ -33,9 +33,10 @@ dataset = TensorDataset(torch.randn(128, 4), torch.randint(0, 2, (128,)))
 model, loss_of = torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
-ENDS = """
-print(f'rank {dist.get_rank()}: {next(model.parameters()).sum():.4f}', flush=True)
-import os; os._exit(0)  # torch's gloo threads may abort at the interpreter's end (pytorch issue 190489)
+ENDS = r"""
+import os
+os.write(1, f"rank {dist.get_rank()}: {next(model.parameters()).sum():.4f}\n".encode())  # in one piece, unlike print
+os._exit(0)  # torch's gloo threads may abort at the interpreter's end (pytorch issue 190489)
 """
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from elastirun.cli import parse
 
+PORT = 29400  # torchrun's default
+FIRST_PORT, PORTS = 20000, 10000  # where jobs may share a node; below the ports that Linux gives to clients
+LAST_CALL = 60  # seconds for the first round: the nodes are known, and may read their imports from one slow file system
 OVERRIDE = "give --rdzv-endpoint and what else is missing, or --detect=off"
 
 

@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elastirun.cli.detect.detected import OVERRIDE, Detected, Host, UnclearError, nothing, number, source
+from elastirun.cli.detect.detected import OVERRIDE, PORT, Detected, Host, UnclearError, nothing, number, source
 from elastirun.errors import UsageError
 
-PORT = 29400  # torchrun's default, which the manifests open
 ANY_NUMBER = "1:1024"  # nodes, where nobody says how many pods there are
 
 INDEX = "JOB_COMPLETION_INDEX"  # of the pod in its Indexed Job; set by Kubernetes
@@ -46,7 +45,7 @@ def pod(environ: Mapping[str, str], host: Callable[[], Host], several: bool) -> 
     if INDEX in environ:
         return _of_job(environ, host)
     if API_SERVER not in environ:
-        return nothing("no scheduler is seen here: neither a step of Slurm nor a pod of an Indexed Job")
+        return nothing("no scheduler is seen here: neither a step of Slurm nor a pod of an Indexed Job, nor another of docs/detection.md")
     if not several:
         return nothing("this pod is of no Indexed Job; pods of a StatefulSet form a job where --nnodes or PET_NNODES is given")
     return _of_stateful_set(host)

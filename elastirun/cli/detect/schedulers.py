@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elastirun.cli.detect import kubernetes as detect_kubernetes
+from elastirun.cli.detect import listed as detect_listed
+from elastirun.cli.detect import numbered as detect_numbered
 from elastirun.cli.detect import slurm as detect_slurm
-from elastirun.cli.detect.detected import OVERRIDE, Detected, Host, UnclearError, nothing, source
+from elastirun.cli.detect.detected import OVERRIDE, Detected, Host, UnclearError, nothing, number, source
 from elastirun.errors import UsageError
 
 _OF_WORKERS = ("TORCHELASTIC_RUN_ID", "ELASTIRUN_AGENT")  # variables that a worker has: a launcher started by one is for this node
+PBS_JOB, PBS_SEVERAL = "PBS_JOBID", {"PBS_NODENUM": 0, "PBS_NUM_NODES": 1}  # above these the job has several nodes
 
 
 def detect(environ: Mapping[str, str], host: Callable[[], Host], several: bool) -> Detected:
@@ -30,6 +33,7 @@ def detect(environ: Mapping[str, str], host: Callable[[], Host], several: bool) 
 
 
 def _by_scheduler(environ: Mapping[str, str], host: Callable[[], Host], several: bool) -> Detected:
+    detect_numbered.check_tasks(environ)
     in_pod = detect_kubernetes.INDEX in environ
     if detect_slurm.STEP in environ and environ[detect_slurm.STEP].isdecimal():  # else a shell that Slurm has started
         found = detect_slurm.step(environ)
@@ -40,4 +44,20 @@ def _by_scheduler(environ: Mapping[str, str], host: Callable[[], Host], several:
             return found
     elif detect_slurm.JOB in environ and not in_pod:
         return detect_slurm.outside_step(environ)
-    return detect_kubernetes.pod(environ, host, several)
+    found = detect_kubernetes.pod(environ, host, several)
+    return found if found.where else _elsewhere(environ) or found
+
+
+def _elsewhere(environ: Mapping[str, str]) -> Detected | None:
+    """Return what other schedulers say; None: they are not here. A list of the nodes says more than their number."""
+    found = detect_listed.node(environ) or detect_numbered.node(environ)
+    return found or (_pbs(environ) if PBS_JOB in environ else None)
+
+
+def _pbs(environ: Mapping[str, str]) -> Detected | None:
+    """Return a warning on a node of a PBS job of several. The nodes are in a file that only the first of them has (qsub(1), pbsdsh(1))."""
+    several = [name for name, most in PBS_SEVERAL.items() if number({name: "0", **environ}, name) > most]
+    if not several:
+        return None
+    advice = "start one agent on each, with --rdzv-endpoint=HOST:29400, the first of PBS_NODEFILE"
+    return nothing(f"this PBS job has several nodes ({source(environ, several[0])}): {advice}", warn=True)

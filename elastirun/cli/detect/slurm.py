@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from elastirun.cli.detect import node_list
-from elastirun.cli.detect.detected import OVERRIDE, Detected, UnclearError, nothing, number, source
+from elastirun.cli.detect.detected import FIRST_PORT, LAST_CALL, OVERRIDE, PORTS, Detected, UnclearError, nothing, number, source
 from elastirun.errors import UsageError
 
-FIRST_PORT, PORTS = 20000, 10000  # below the ports that Linux gives to clients
-LAST_CALL = 60  # seconds for the first round: the nodes are known, and may read their imports from one slow file system
 STEP_STRIDE = 1009  # a prime: steps of one job that run side by side on a node get ports apart from those of the next jobs
 
 JOB, RESTARTS, HETEROGENEOUS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_HET_SIZE"
