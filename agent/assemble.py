@@ -141,7 +141,7 @@ def assemble(
     accounting = Accounting(pages, log.write)
     rounds = RoundEvents(log, row.id, lambda node: session.machine.store.quiet(node))
     quarantine = Quarantine(config, session, accounting, tracker, stragglers, log.write, warn, agent.sits_out)
-    shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine)
+    shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine, hangs)
     stack.callback(health.serve(shown, selector, say))
     guard = GuardLease(config, tree, session)
     twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)

@@ -62,7 +62,10 @@ class HangWatch(Part):
         self._reports: HangReports | None = None  # this node's part in the verdict of all nodes, while a hang lasts
         self._listen_at = math.inf  # when to look for that verdict
         self._debugged: dict[int, int] = {}  # by local rank: the steps of workers that were seen in a debugger for Python
-        self._questions: dict[int, py_spy.StackQuestion] = {}  # by local rank: of workers that have not written their stacks
+        self._questions: dict[int, py_spy.StackQuestion] | None = (
+            None  # of workers that have not written their stacks; None: none was asked
+        )
+        self.hangs = 0  # that were found, in all rounds
         self._forget()
 
     def _forget(self) -> None:
@@ -72,9 +75,9 @@ class HangWatch(Part):
         if self._reports is not None:
             self._reports.close()
         self._reports, self._heard = None, False
-        for question in self._questions.values():
+        for question in (self._questions or {}).values():
             question.end()
-        self._questions, self._asked = {}, False
+        self._questions = None
 
     def workers_started(self, round: NodeRound) -> None:
         self.start(None if round.alone else partial(self._meeting, round))
@@ -159,6 +162,7 @@ class HangWatch(Part):
             self._say(f"  rank {worker.rank} (pid {worker.pid}, {worker.steps} steps): {causes.describe(worker)}")
         workers = [{"rank": one.rank, "pid": one.pid, "steps": one.steps, "stack": causes.traceback(one)} for one in self._observed]
         self._write(events.Hang(round(seconds, 3), round(limit, 3), sorted(verdict.ranks), workers))
+        self.hangs += 1
         self._act_at = now
         if self._meet is not None and verdict.how != causes.STOPPED:
             self._reports, self._listen_at = HangReports(self._meet(), states), now
@@ -167,9 +171,9 @@ class HangWatch(Part):
     def _ask_py_spy(self) -> bool:
         """Ask for the stacks of the workers that have not written theirs. Return whether there will be answers; asks once in a hang."""
         silent = [one for one in self._observed if not one.stack and not one.stopped]
-        if self._asked or not silent or (path := py_spy.program()) is None:
+        if self._questions is not None or not silent or (path := py_spy.program()) is None:
             return False
-        self._asked = True
+        self._questions = {}
         for worker in silent:
             with suppress(OSError):
                 self._questions[worker.local_rank] = py_spy.StackQuestion(path, worker.pid)
@@ -194,7 +198,7 @@ class HangWatch(Part):
 
     def _observe(self, local_rank: int, process: Process) -> Observed:
         observed = self.stacks.observe(local_rank, process)
-        question = self._questions.pop(local_rank, None)
+        question = (self._questions or {}).pop(local_rank, None)
         return replace(observed, stack=question.end()) if question else observed
 
     def _act(self, seconds: float) -> None:

@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 from elastirun import __version__, clock
 from elastirun.agent.hangs.straggler_watch import StragglerWatch
+from elastirun.agent.hangs.watch import HangWatch
 from elastirun.agent.host import net
 from elastirun.agent.observe.account import Totals
 from elastirun.agent.observe.accounting import Accounting
@@ -49,6 +50,7 @@ class Parts:
     stragglers: StragglerWatch
     accounting: Accounting
     quarantine: Quarantine
+    hangs: HangWatch
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Snapshot:
     failures: int  # that count against --max-restarts
     max_restarts: int
     strikes: int  # of this node, since its start or since it has sat out
+    hangs: int  # times that the workers of this node were found to hang
     restarts: Mapping[str, int]  # rounds that ended before their work was done while this agent ran, by cause
     seconds_since_round_start: float | None  # since workers were started here; None: they never were
     seconds_since_keep_alive: float  # since the store last acknowledged a sign of life of this node
@@ -103,6 +106,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         failures=record.failures if record else 0,
         max_restarts=config.max_restarts,
         strikes=len(parts.quarantine.strikes),
+        hangs=parts.hangs.hangs,
         restarts={cause: parts.rounds.ended[cause] for cause in CAUSES},
         seconds_since_round_start=None if started_at is None else round(now - started_at, 3),
         seconds_since_keep_alive=round(now - machine.store.kept_alive, 3),

@@ -14,6 +14,22 @@ def render(snapshot: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, s
     The values come from one snapshot, so nothing is kept in a registry between two requests.
     """
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+    families = _families(snapshot, states)
+
+    class Collector:
+        def collect(self) -> list[Any]:
+            return families
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    body: bytes = generate_latest(registry)
+    content_type: str = CONTENT_TYPE_LATEST
+    return body, content_type
+
+
+def _families(snapshot: Mapping[str, Any], states: Iterable[str]) -> list[Any]:
+    """Return the metrics with their values and help texts."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
     def gauge(name: str, help: str, value: float) -> Any:
@@ -30,6 +46,10 @@ def render(snapshot: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, s
     workers = GaugeMetricFamily("elastirun_workers", "Workers of this node.", labels=["state"])
     steps = CounterMetricFamily("elastirun_worker_steps", "Steps of a worker of this node in this round.", labels=["local_rank"])
     ages = GaugeMetricFamily("elastirun_worker_step_age_seconds", "Seconds since the worker's last step.", labels=["local_rank"])
+    factors = GaugeMetricFamily(
+        "elastirun_worker_times_median", "Of a straggler: for how many times as long it computes as the median rank.", labels=["local_rank"]
+    )
+    slow = {str(worker["local_rank"]): worker["times_median"] for worker in snapshot["steps"] if worker["times_median"]}
     spent = GaugeMetricFamily("elastirun_spent_seconds", "Time of this agent by what it was spent on.", labels=["on"])
     lost = GaugeMetricFamily("elastirun_lost_seconds", "Time lost to rounds that ended early, by cause.", labels=["cause"])
     account = snapshot["account"]
@@ -41,6 +61,11 @@ def render(snapshot: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, s
         gauge("world_size", "Workers in that round, over all nodes.", snapshot["world_size"]),
         gauge("nodes", "Nodes in that round.", len(snapshot["nodes"])),
         by_label(restarts, snapshot["restarts"]),
+        gauge("failures", "Failures of workers of the job that count against --max-restarts.", snapshot["failures"]),
+        gauge("max_restarts", "--max-restarts: with more failures the job fails.", snapshot["max_restarts"]),
+        CounterMetricFamily("elastirun_hangs", "Times that the workers of this node were found to hang.", snapshot["hangs"]),
+        gauge("stragglers", "Workers of this node that compute for longer than the others of the job.", len(slow)),
+        by_label(factors, slow),
         gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", snapshot["joins_waiting"]),
         gauge("strikes", "Strikes of this node, by which it sits out.", snapshot["strikes"]),
         by_label(workers, snapshot["workers"]),
@@ -54,13 +79,4 @@ def render(snapshot: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, s
     ]
     if (seconds := snapshot["seconds_since_round_start"]) is not None:
         families.append(gauge("round_age_seconds", "Seconds since workers were last started on this node.", seconds))
-
-    class Collector:
-        def collect(self) -> list[Any]:
-            return families
-
-    registry = CollectorRegistry()
-    registry.register(Collector())
-    body: bytes = generate_latest(registry)
-    content_type: str = CONTENT_TYPE_LATEST
-    return body, content_type
+    return families

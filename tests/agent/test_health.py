@@ -33,6 +33,7 @@ NOW = Snapshot(
     failures=1,
     max_restarts=3,
     strikes=2,
+    hangs=4,
     restarts={**dict.fromkeys(CAUSES, 0), "failure": 2},
     seconds_since_round_start=12.5,
     seconds_since_keep_alive=0.25,
@@ -40,7 +41,7 @@ NOW = Snapshot(
     finished=(8,),
     workers={"running": 7, "stopping": 0, "ended": 1},
     checkpoints_held_bytes=1 << 30,
-    steps=(WorkerSteps(9, 1, 120, 0.5, 2.0), WorkerSteps(10, 2, 121, 0.25, None)),
+    steps=(WorkerSteps(9, 1, 120, 0.5, 2.0, 1.75), WorkerSteps(10, 2, 121, 0.25, None)),
     account=Totals(100.0, 0.8, {"training": 80.0, "restarting": 20.0, "repeated": None}, {"failure": 20.0}, {"failure": 2}, True),
 )
 
@@ -66,6 +67,8 @@ def test_metrics_are_what_prometheus_reads() -> None:
         labels = (("local_rank", str(worker.local_rank)),)
         assert found.pop(("elastirun_worker_steps_total", labels)) == worker.steps
         assert found.pop(("elastirun_worker_step_age_seconds", labels)) == worker.seconds_since_step
+    assert found[("elastirun_worker_times_median", (("local_rank", "1"),))] == 1.75
+    assert ("elastirun_worker_times_median", (("local_rank", "2"),)) not in found, "it is no straggler"
     assert {labels: value for (name, labels), value in found.items() if name == "elastirun_spent_seconds"} == {
         (("on", "training"),): 80.0,
         (("on", "restarting"),): 20.0,
@@ -75,6 +78,10 @@ def test_metrics_are_what_prometheus_reads() -> None:
         "elastirun_round": 3,
         "elastirun_world_size": 16,
         "elastirun_nodes": 2,
+        "elastirun_failures": 1,
+        "elastirun_max_restarts": 3,
+        "elastirun_hangs_total": 4,
+        "elastirun_stragglers": 1,
         "elastirun_joins_waiting": 1,
         "elastirun_strikes": 2,
         "elastirun_goodput_ratio": 0.8,

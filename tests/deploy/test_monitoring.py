@@ -1,0 +1,180 @@
+"""The overlay for Prometheus and Grafana: its alerts fire when they must and are quiet in a sound job, and all that it asks for exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elastirun.agent.status.health import PAGES
+from tests.agent.test_health import NOW
+from tests.deploy.manifests import FOLDER
+from tests.support.cluster import PATIENCE, Cluster, free_port
+from tests.support.until import until
+
+MONITORING = FOLDER / "overlays" / "monitoring"
+RULES: dict[str, Any] = yaml.safe_load((MONITORING / "rules.yaml").read_text())["spec"]
+ALERTS: dict[str, dict[str, Any]] = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"]}
+DASHBOARD: dict[str, Any] = json.loads((MONITORING / "elastirun.json").read_text())
+PAGE = PAGES["/metrics"](NOW).body
+METRICS = {*re.findall(r"^(elastirun_\w+)", PAGE.decode(), re.M), "elastirun_round_age_seconds"}
+QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+QUERIES += [one["expr"] for one in DASHBOARD["annotations"]["list"]]
+
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool, which comes with Prometheus, is not installed")
+
+# One node of a sound job, scraped each minute for an hour and a half. An alert's case changes some of it.
+SOUND = {
+    'elastirun_info{instance="a", run_id="job", host="node-a"}': "1x90",
+    'elastirun_failures{instance="a"}': "1x90",
+    'elastirun_max_restarts{instance="a"}': "3x90",
+    'elastirun_worker_step_age_seconds{instance="a", local_rank="0"}': "1x90",
+    'elastirun_worker_step_age_seconds{instance="a", local_rank="1"}': "700x90",  # an evaluation of one worker: the other steps
+    'elastirun_state{instance="a", state="running"}': "1x90",
+    'elastirun_state{instance="a", state="sitting_out"}': "0x90",
+    'elastirun_goodput_ratio{instance="a"}': "0.9x90",
+    'elastirun_spent_seconds{instance="a", on="training"}': "0+60x90",
+    'elastirun_keep_alive_age_seconds{instance="a"}': "0.5x90",
+    'elastirun_hangs_total{instance="a"}': "0x90",
+}
+BROKEN: dict[str, dict[str, str]] = {
+    "ElastirunRestartsNearlySpent": {'elastirun_failures{instance="a"}': "3x90"},
+    "ElastirunNoStep": {'elastirun_worker_step_age_seconds{instance="a", local_rank="0"}': "0+60x90"},
+    "ElastirunNoWorkers": {'elastirun_state{instance="a", state="running"}': "0x90"},
+    "ElastirunGoodputLow": {'elastirun_goodput_ratio{instance="a"}': "0.7x90"},
+    "ElastirunKeepAliveOld": {'elastirun_keep_alive_age_seconds{instance="a"}': "45x90"},
+    "ElastirunNodeSitsOut": {'elastirun_state{instance="a", state="sitting_out"}': "1x90"},
+    "ElastirunHang": {'elastirun_hangs_total{instance="a"}': "0x85 1x5"},
+    "ElastirunStraggler": {'elastirun_worker_times_median{instance="a", local_rank="1"}': "1.5x90"},
+}
+
+
+# For how a job in its first hour is judged: so little training is not low yet.
+YOUNG = {'elastirun_goodput_ratio{instance="a"}': "0.1x90", 'elastirun_spent_seconds{instance="a", on="training"}': "0+30x90"}
+STEPS = """
+import os, time
+from elastirun.progress import progress
+for step in range(10**6):
+    progress(step=step + 1)
+    time.sleep(0.02)
+    if step == 20 and os.environ["ELASTIRUN_ROUND"] == "1" and os.environ["RANK"] == "0":
+        raise RuntimeError("a fault")
+"""
+NOT_IN_THAT_JOB = ("elastirun_worker_times_median",)  # no straggler
+
+
+def promtool(*argv: str, stdin: bytes = b"") -> str:
+    done = subprocess.run(["promtool", *argv], input=stdin, capture_output=True, timeout=60)
+    said = (done.stdout + done.stderr).decode()
+    assert done.returncode == 0, said
+    return said
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    """The file as Prometheus itself reads it, without its operator."""
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(RULES))
+    return path
+
+
+@needs_promtool
+def test_the_rules_are_valid(rules: Path) -> None:
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", str(rules))
+
+
+@needs_promtool
+def test_each_alert_fires_for_its_fault_alone(rules: Path, tmp_path: Path) -> None:
+    assert BROKEN.keys() == ALERTS.keys()
+    cases = []
+    for broken, change in {"": {}, "young": YOUNG, **BROKEN}.items():
+        series = {**SOUND, **change}
+        cases.append(
+            {
+                "interval": "1m",
+                "name": broken,
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": [
+                    {
+                        "expr": f'count by (alertname) (ALERTS{{alertname="{alert}", alertstate="firing"}})',
+                        "eval_time": "90m",
+                        "exp_samples": [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert == broken else [],
+                    }
+                    for alert in ALERTS
+                ],
+            }
+        )
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": cases}))
+    promtool("test", "rules", str(tests))
+
+
+@needs_promtool
+def test_prometheus_finds_no_fault_with_the_metrics() -> None:
+    assert promtool("check", "metrics", stdin=PAGE) == ""
+
+
+@needs_promtool
+def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
+    found = [text.replace("$__rate_interval", "1m").replace("$run_id", ".*") for text in QUERIES]
+    rules = [{"record": f"query:{i}", "expr": text} for i, text in enumerate(found)]
+    path = tmp_path / "queries.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    promtool("check", "rules", str(path))
+
+
+@pytest.mark.parametrize("text", [*QUERIES, *(rule["expr"] for rule in ALERTS.values())])
+def test_what_is_asked_for_exists(text: str) -> None:
+    assert set(re.findall(r"elastirun_\w+", text)) <= METRICS
+
+
+@pytest.mark.daily(5)
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed")
+def test_a_real_prometheus_answers_each_query_of_the_dashboard(nodes: Cluster) -> None:
+    ports, at = [free_port(), free_port()], free_port()
+    nodes.script.write_text(STEPS)
+    for i, port in enumerate(ports, 1):
+        nodes.agent(i, f"--health-port={port}", "--max-restarts=3", nnodes="2")
+    scrape = {"job_name": "agents", "scrape_interval": "200ms", "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
+    config = nodes.tmp_path / "prometheus.yaml"
+    config.write_text(yaml.safe_dump({"scrape_configs": [scrape]}))
+    options = ["--web.listen-address", f"127.0.0.1:{at}", "--storage.tsdb.path", str(nodes.tmp_path / "data"), "--config.file", str(config)]
+    with open(nodes.tmp_path / "prometheus.out", "w") as out, subprocess.Popen(["prometheus", *options], stdout=out, stderr=out) as server:
+        try:
+            wanted = [text for text in QUERIES if not any(name in text for name in NOT_IN_THAT_JOB)]
+            until(lambda: all(series(at, text) for text in wanted), "an answer to each query", state=lambda: nodes.everything())
+            assert len({one["metric"]["host"] for one in series(at, QUERIES[-2])}) == 2, "a row for each node"
+        finally:
+            server.kill()
+
+
+def series(port: int, text: str) -> list[dict[str, Any]]:
+    """Return what Prometheus answers to a query of the dashboard, about the last seconds."""
+    query = urllib.parse.urlencode({"query": text.replace("$__rate_interval", "10s").replace("$run_id", ".*")})
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=PATIENCE) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    except OSError:  # it does not listen yet
+        return []
+    return found
+
+
+def test_alerts_say_which_job_and_what_to_do() -> None:
+    for rule in ALERTS.values():
+        assert "$labels.run_id" in rule["annotations"]["summary"] and rule["annotations"]["description"].endswith(".")
+
+
+def test_the_pods_of_the_base_are_scraped_at_their_port() -> None:
+    monitor = yaml.safe_load((MONITORING / "pod-monitor.yaml").read_text())["spec"]
+    job = yaml.safe_load((FOLDER / "base" / "job.yaml").read_text())["spec"]["template"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert monitor["selector"]["matchLabels"].items() <= job["metadata"]["labels"].items()
+    assert endpoint["port"] in [port["name"] for port in job["spec"]["containers"][0]["ports"]] and endpoint["path"] in PAGES
