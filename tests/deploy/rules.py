@@ -189,6 +189,9 @@ def limits_per_index(found: Workload) -> Iterator[str]:
         yield "FailIndex needs backoffLimitPerIndex"
     if "maxFailedIndexes" in job and (not per_index or job["maxFailedIndexes"] > job.get("completions", 1)):
         yield "maxFailedIndexes needs backoffLimitPerIndex, and is at most completions"
+    least = int(found.variables.get("PET_NNODES", "1").partition(":")[0])
+    if found.kind in ("Job", "JobSet") and job.get("maxFailedIndexes") != job.get("completions", 1) - least:
+        yield f"maxFailedIndexes is not completions less {least}, the least nodes with which the job goes on"
     if found.job and not per_index:
         yield "without backoffLimitPerIndex one bad machine uses up the retries of all"
 
@@ -288,7 +291,9 @@ def network_policy(found: Workload) -> Iterator[str]:
 
 
 def restricted(found: Workload) -> Iterator[str]:
-    """The Pod Security standard "restricted", and what goes beyond it."""
+    """The Pod Security standard "restricted", and what goes beyond it. RDMA needs more: pinned memory, and mostly the host's cards."""
+    devices = found.container.get("resources", {}).get("limits", {})
+    rdma = ["IPC_LOCK"] if any(name.startswith("rdma/") for name in devices) else []
     pod, own = found.pod.get("securityContext", {}), found.container.get("securityContext", {})
     wrong = {
         "runAsNonRoot": not pod.get("runAsNonRoot"),
@@ -296,9 +301,9 @@ def restricted(found: Workload) -> Iterator[str]:
         "seccompProfile": pod.get("seccompProfile", {}).get("type") != "RuntimeDefault",
         "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is not False,
         "readOnlyRootFilesystem": not own.get("readOnlyRootFilesystem"),
-        "capabilities": own.get("capabilities", {}).get("drop") != ["ALL"] or "add" in own.get("capabilities", {}),
+        "capabilities": own.get("capabilities", {}).get("drop") != ["ALL"] or own.get("capabilities", {}).get("add", []) != rdma,
         "hostPath": any("hostPath" in volume for volume in found.pod.get("volumes", [])),
-        "host namespaces": any(found.pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")),
+        "host namespaces": any(found.pod.get(key) for key in ("hostPID", "hostIPC", *([] if rdma else ["hostNetwork"]))),
         "automountServiceAccountToken": found.pod.get("automountServiceAccountToken") is not False,
         "enableServiceLinks": found.pod.get("enableServiceLinks") is not False,
     }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
-from tests.deploy import manifests, rules
+from tests.deploy import manifests, models, rules
 from tests.deploy.manifests import FOLDER, OVERLAYS, Manifest, needs_kubectl
 
 pytestmark = needs_kubectl
@@ -26,7 +28,19 @@ FOREIGN = (
     "PrometheusRule",
 )  # resources of other projects, whose schemas are not here
 
-REQUIRED = {"cpu-smoke", "etcd", "gpu", "jobset", "kueue", "monitoring", "pytorchjob", "trainer-runtime"}
+REQUIRED = {
+    "autoscale",
+    "cpu-smoke",
+    "etcd",
+    "gpu",
+    "jobset",
+    "kueue",
+    "kueue-elastic",
+    "monitoring",
+    "pytorchjob",
+    "rdma",
+    "trainer-runtime",
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +74,44 @@ def test_each_overlay_is_valid_in_every_version_of_kubernetes_and_does_what_an_e
     documents = manifests.render(folder)
     assert bool(rules.workloads(documents)) == (folder.name != "monitoring")
     assert [error for version in VERSIONS for error in invalid(documents, version)] == []
+    assert [error for document in documents if document["kind"] in models.KINDS for error in models.invalid(document)] == []
     assert rules.check(documents) == []
 
 
-@pytest.mark.parametrize("name", ["gpu", "jobset", "pytorchjob"])
+@pytest.mark.parametrize(
+    ("name", "kind", "change", "expected"),
+    [
+        (
+            "trainer-runtime",
+            "TrainingRuntime",
+            lambda spec: spec["mlPolicy"].update(torch={"numProcPerNode": "auto"}),
+            "spec.mlPolicy.torch.numProcPerNode: there is no such field",  # removed in 2.2
+        ),
+        ("jobset", "JobSet", lambda spec: spec["failurePolicy"]["rules"][0].pop("name"), "spec.failurePolicy.rules.0.name: Field required"),
+        ("jobset", "JobSet", lambda spec: spec["replicatedJobs"][0].update(replica=2), "spec.replicatedJobs[0].replica: there is no"),
+        ("jobset", "JobSet", lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(completions="3"), "valid integer"),
+    ],
+)
+def test_a_field_that_trainer_or_jobset_do_not_have_is_found(name: str, kind: str, change: Callable[[Any], Any], expected: str) -> None:
+    document = manifests.only(manifests.overlay(name), kind)
+    assert models.invalid(document) == []
+    change(document["spec"])
+    (error,) = models.invalid(document)
+    assert expected in error
+
+
+def test_the_train_job_of_the_docs_is_one() -> None:
+    page = (FOLDER.parents[1] / "docs" / "kubernetes.md").read_text()
+    (text,) = (text for text in re.findall(r"```yaml\n(.*?)```", page, re.S) if "kind: TrainJob" in text)
+    assert models.invalid(yaml.safe_load(text)) == []
+
+
+@pytest.mark.parametrize("name", ["autoscale", "gpu", "jobset", "pytorchjob", "rdma"])
 def test_a_prefix_and_a_suffix_rename_a_job_in_all_places(tmp_path: Path, name: str) -> None:
     base = os.path.relpath(FOLDER / "overlays" / name, tmp_path.resolve())
     (tmp_path / "kustomization.yaml").write_text(f"resources: [{base}]\nnamePrefix: digits-\nnameSuffix: '-2'\n")
     documents = manifests.render(tmp_path)
-    assert {document["metadata"]["name"] for document in documents} == {"digits-train-2"}
+    assert {document["metadata"]["name"] for document in documents if document["kind"] != "PriorityClass"} == {"digits-train-2"}
     assert rules.check(documents) == []
 
 
