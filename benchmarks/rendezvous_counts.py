@@ -1,9 +1,11 @@
 """Counts the store operations and bytes of the rendezvous on a simulated clock, without sockets, threads or load.
 
-    python -m benchmarks.rendezvous_counts [8 32 128 512 1024]        10000 takes minutes
+    python -m benchmarks.rendezvous_counts [8 32 128 512 1024] [--json FILE]        10000 takes an hour; PyPy is five times as fast
 
-It runs the real machines and the real sync protocol over one store in memory. A request and its answer take 2 ms each. Each key that is
-written or read counts as one operation, also in a listing. The bytes are those of keys and values in both directions.
+It runs the real machines and the real sync protocol over stores in memory: N nodes join at once, run a round, lose one node, then one in a
+hundred at the same moment, then the node that hosts the store, all of them without a word. A request and its answer take 2 ms each; one to
+a silent node is given up after 2 s. Each key that is written or read counts as one operation, also in a listing. The bytes are those of
+keys and values in both directions. docs/scale.md has the figures, and benchmarks/scale_picture.py draws them.
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from benchmarks.lab import table
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.wire.actions import Start, Stop, Sync
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+from elastirun.rendezvous.wire.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.wire.codec import Codec
-from elastirun.rendezvous.wire.events import Event, Tick, WorkersStopped
-from elastirun.rendezvous.wire.records import NodeRow
+from elastirun.rendezvous.wire.events import Event, SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.wire.records import NodeRow, Place
 from elastirun.rendezvous.wire.sync import SyncProtocol
 
 T = TypeVar("T")
@@ -34,8 +38,11 @@ WAY = 0.002  # seconds from a node to the store, as in a data centre
 class Tally:
     """The operations and bytes that were asked of a store."""
 
-    operations: int = 0
-    size: int = 0  # bytes
+    operations: float = 0
+    size: float = 0  # bytes
+
+    def per(self, count: float) -> Tally:
+        return Tally(round(self.operations / count, 3), round(self.size / count, 1))
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(self.operations + other.operations, self.size + other.size)
@@ -64,10 +71,10 @@ class Remembering(Codec):
 class CountedStore:
     """A store in memory that counts its operations."""
 
-    hosting = False
+    hosting = False  # set anew for each exchange: whether the node serves this store
 
-    def __init__(self, data: dict[str, bytes], tally: Tally) -> None:
-        self._store = MemoryStore(data)
+    def __init__(self, tally: Tally) -> None:
+        self._store = MemoryStore()
         self._tally = tally
 
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
@@ -103,7 +110,7 @@ class CountedStore:
 def node_row(index: int, process: int = 1) -> NodeRow:
     """Return the row of a node, with names as long as in a cluster."""
     name = f"node{index:05}"
-    return NodeRow(f"{name}-{process}-00c0ffee", name, f"10.0.{index // 250}.{index % 250 + 1}", 40000, 8)
+    return NodeRow(f"{name}-{process}-00c0ffee", name, f"10.{index // 62500}.{index // 250 % 250}.{index % 250 + 1}", 40000, 8)
 
 
 def rules(nodes: int) -> Rules:
@@ -111,22 +118,29 @@ def rules(nodes: int) -> Rules:
     return Rules(max(1, nodes - 1), nodes)
 
 
+def lossy(nodes: int) -> Rules:
+    """Return rules that allow the loss of a few in a hundred nodes, and of the one that hosts the store."""
+    return Rules(max(1, nodes * 9 // 10 - 2), nodes, hosted=True, store_succession="majority")
+
+
 class Crowd:
-    """A simulation of ``nodes`` nodes that join within 0.3 s."""
+    """A simulation of ``nodes`` nodes that join within 0.3 s. The first one hosts the store, and each has a standby store."""
 
     def __init__(self, nodes: int) -> None:
         self.t = 0.0
         self.tally = Tally()
+        self.lost: set[int] = set()
+        self.ended: list[str] = []  # why nodes have ended
         self._round: dict[int, int] = {}  # by node: the number of members of its round
         self._sizes: Counter[int] = Counter()  # by number of members: how many nodes run such a round
-        self._lost = -1
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
-        data: dict[str, bytes] = {}
-        self._store = CountedStore(data, self.tally)
-        self._machines = [Machine(rules(nodes), node_row(i), 0.3 * i / nodes, f"store-of-{i}") for i in range(nodes)]
-        codec = Remembering()
-        self._exchanges = [SyncProtocol("job/", m.row.id, codec, lambda: self.t) for m in self._machines]
+        rows = [replace(node_row(i), standby=40001) for i in range(nodes)]
+        self._machines = [Machine(lossy(nodes), row, 0.3 * i / nodes, f"store-of-{i}") for i, row in enumerate(rows)]
+        self._index = {row.id: i for i, row in enumerate(rows)}
+        self._codec = Remembering()
+        self._stores: dict[str, CountedStore] = {}
+        self._protocols: dict[int, tuple[str, SyncProtocol]] = {}  # by node: of its last connection, and the name of the store
         self._armed = [0] * nodes
         for i in range(nodes):
             self._at(0.3 * i / nodes, i, Tick)
@@ -135,18 +149,22 @@ class Crowd:
         heapq.heappush(self._heap, (self.t + delay, next(self._count), lambda: self._feed(index, make(self.t))))
 
     def _feed(self, index: int, event: Event) -> None:
-        if index == self._lost:
+        if index in self.lost:
             return
         machine = self._machines[index]
         for action in machine.step(event):
             if isinstance(action, Sync):
-                heapq.heappush(self._heap, (self.t + WAY, next(self._count), self._exchange(index, action, self.t)))
+                self._begin(index, action)
             elif isinstance(action, Start):
                 self._round[index] = len(action.record.members)
                 self._sizes[self._round[index]] += 1
             elif isinstance(action, Stop):
                 self._sizes[self._round.pop(index)] -= 1
                 self._at(0.0, index, lambda now: WorkersStopped(now, ()))
+            elif isinstance(action, Reconnect):
+                self._protocols.pop(index, None)
+            elif isinstance(action, Finish):
+                self.ended.append(f"node {index}: {action.reason}")
         self._armed[index] += 1
         armed = self._armed[index]
         if machine.wake < 1e12:
@@ -157,17 +175,36 @@ class Crowd:
 
             heapq.heappush(self._heap, (max(machine.wake, self.t), next(self._count), tick))
 
-    def _exchange(self, index: int, sync: Sync, started: float) -> Callable[[], None]:
+    def _begin(self, index: int, sync: Sync) -> None:
+        """Make an exchange: after one way it is at the store, after two the answer is here. A lost node answers nobody."""
+        started, server = self.t, self._index[sync.at.id] if sync.at else 0
+        if server in self.lost:
+            self._at(EXCHANGE_LIMIT, index, lambda now: SyncFailed(now, f"no answer in {EXCHANGE_LIMIT:g} s"))
+            return
+
         def carry_out() -> None:
-            synced = self._exchanges[index].carry_out(self._store, sync, started)
+            protocol, store = self._connection(index, sync.at)
+            store.hosting = server == index
+            synced = replace(protocol.carry_out(store, sync, started), hosting=server == index)
             self._at(WAY, index, lambda now: synced)
 
-        return carry_out
+        heapq.heappush(self._heap, (self.t + WAY, next(self._count), carry_out))
 
-    def lose(self, index: int) -> None:
-        """Make the node silent."""
-        self._lost = index
-        self._sizes[self._round.pop(index)] -= 1
+    def _connection(self, index: int, at: Place | None) -> tuple[SyncProtocol, CountedStore]:
+        name = at.name if at else ""
+        if name not in self._stores:
+            self._stores[name] = CountedStore(self.tally)
+        connected, protocol = self._protocols.get(index, (name, None))
+        if protocol is None or connected != name:
+            protocol = SyncProtocol("job/", self._machines[index].row.id, self._codec, lambda: self.t)
+            self._protocols[index] = name, protocol
+        return protocol, self._stores[name]
+
+    def lose(self, *indexes: int) -> None:
+        """Make nodes silent, with the stores that they serve."""
+        for index in indexes:
+            self.lost.add(index)
+            self._sizes[self._round.pop(index)] -= 1
 
     def run(self, seconds: float, size: int = 0) -> bool:
         """Let ``seconds`` pass, or less if ``size`` nodes run a round of that size before. Tell whether they do."""
@@ -183,49 +220,81 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Counts:
-    """The result for one number of nodes.
+    """The result for one number of nodes: seconds of simulated time, and what was asked of the stores, per node of the job.
 
-    ``formed`` and ``reformed``: simulated seconds from the first join, and from the loss, until every node runs the round.
+    ``formed``: from the first join until every node runs the round. The other times are from a loss until every other node runs the next
+    round: of one node, of one in a hundred at the same moment, of the one that hosts the store.
     """
 
+    nodes: int
     formed: float
     forming: Tally
-    running: Tally  # of all nodes, in one second
-    reformed: float
-    reforming: Tally
+    running: Tally  # in one second
+    one: float
+    losing_one: Tally
+    hundredth: float
+    losing_hundredth: Tally
+    host: float
+    losing_host: Tally
 
 
 def count(nodes: int, window: float = 10.0) -> Counts:
-    """Count a formation, ``window`` seconds of a running round, and a re-formation after a loss.
+    """Count a formation, ``window`` seconds of a running round, and the rounds after three losses.
 
     Errors: ``RuntimeError`` when a round does not form.
     """
     crowd = Crowd(nodes)
-    if not crowd.run(120.0 + 0.1 * nodes, nodes):
-        raise RuntimeError(f"{nodes} nodes have no round after {crowd.t:.0f} s")
-    formed, forming = crowd.t, crowd.tally + Tally()
+
+    def form() -> tuple[float, Tally]:
+        since, before, left = crowd.t, crowd.tally + Tally(), nodes - len(crowd.lost)
+        if not crowd.run(120.0 + 0.1 * nodes, left):
+            raise RuntimeError(f"{left} nodes have no round after {crowd.t - since:.0f} s; {crowd.ended[:1]}")
+        return round(crowd.t - since, 3), (crowd.tally - before).per(nodes)
+
+    formed, forming = form()
     crowd.run(2.0)
     before = crowd.tally + Tally()
     crowd.run(window)
-    ran = crowd.tally - before
-    before, since = crowd.tally + Tally(), crowd.t
-    crowd.lose(nodes // 2)
-    if not crowd.run(120.0 + 0.1 * nodes, nodes - 1):
-        raise RuntimeError(f"{nodes - 1} nodes have no round after the loss of one")
-    running = Tally(round(ran.operations / window), round(ran.size / window))
-    return Counts(formed, forming, running, crowd.t - since, crowd.tally - before)
+    running = (crowd.tally - before).per(nodes * window)
+    losses = [[nodes // 2], range(nodes // 3, nodes // 3 + max(1, nodes // 100)), [0]]
+    found: list[tuple[float, Tally]] = []
+    for lost in losses:
+        crowd.lose(*lost)
+        found.append(form())
+        crowd.run(5.0)
+    (one, losing_one), (hundredth, losing_hundredth), (host, losing_host) = found
+    return Counts(nodes, formed, forming, running, one, losing_one, hundredth, losing_hundredth, host, losing_host)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("nodes", type=int, nargs="*", default=[8, 32, 128, 512, 1024])
-    head = ["nodes", "formed, s", "op / node", "kB / node", "running: op/s / node", "kB/s / node"]
-    rows = [[*head, "re-formed, s", "op / node", "kB / node"]]
-    for nodes in parser.parse_args().nodes:
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, a line for each number of nodes")
+    options = parser.parse_args()
+    each = ["s", "op / node", "kB / node"]
+    rows = [
+        [
+            "nodes",
+            *(f"{what}, {unit}" for what in ("formed", "one lost", "1 % lost", "host lost") for unit in each),
+            "running: op/s / node",
+            "kB/s / node",
+        ]
+    ]
+    for nodes in options.nodes:
         found = count(nodes, window=10.0 if nodes <= 1024 else 4.0)
-        cells = [f"{t.operations / nodes:.2f} {t.size / nodes / 1e3:.1f}" for t in (found.forming, found.running, found.reforming)]
-        rows.append(f"{nodes} {found.formed:.2f} {cells[0]} {cells[1]} {found.reformed:.2f} {cells[2]}".split())
+        cells = [str(nodes)]
+        for seconds, tally in (
+            (found.formed, found.forming),
+            (found.one, found.losing_one),
+            (found.hundredth, found.losing_hundredth),
+            (found.host, found.losing_host),
+        ):
+            cells += [f"{seconds:.2f}", f"{tally.operations:.1f}", f"{tally.size / 1e3:.1f}"]
+        rows.append([*cells, f"{found.running.operations:.2f}", f"{found.running.size / 1e3:.1f}"])
         print("   ", *rows[-1], flush=True)
+        if options.json:
+            with open(options.json, "a") as file:
+                file.write(json.dumps(asdict(found)) + "\n")
     print("\n" + table(rows))
 
 

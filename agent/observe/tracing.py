@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: what this agent did and when, as one trace. docs/events.md#opentelemetry describes each span.
+"""Spans of OpenTelemetry: what this agent did and when, in one trace for all agents of a job (docs/events.md#opentelemetry).
 
 OpenTelemetry's own variables turn this on and say where the spans go; without its packages nothing happens. A thread of its own
 imports them and sends the spans, so a collector that is slow or away never delays the job.
@@ -6,6 +6,7 @@ imports them and sends the spans, so a collector that is slow or away never dela
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import time
@@ -122,17 +123,39 @@ class Tracing:
         logger = logging.getLogger("opentelemetry")
         logger.addHandler(_FirstLine(self._notice))
         logger.propagate = False
+        ids = trace_ids()
         try:
             exporter = load_exporter(exporter_name(self._environ))
-            provider = TracerProvider(resource=Resource.create(dict(self._resource)), shutdown_on_exit=False)
+            provider = TracerProvider(resource=Resource.create(dict(self._resource)), id_generator=ids, shutdown_on_exit=False)
         except Exception as error:  # a variable that OpenTelemetry does not understand
             self._notice(f"warning: no spans are sent to OpenTelemetry: {error}")
             return
         provider.add_span_processor(SimpleSpanProcessor(exporter))
-        spans = NodeSpans(provider.get_tracer("elastirun"), self._environ, round(self._began * 1e9))
+        spans, held = None, []  # events from before the first round: it tells whose trace they belong to
         while (item := self._waiting.get()) is not None:
-            spans.take(item[0], round(item[1] * 1e9))
+            held.append(item)
+            if spans is None and isinstance(item[0], (events.Round, events.End)):
+                ids.store_id = item[0].fence.rpartition(":")[0] if isinstance(item[0], events.Round) else ""
+                spans = NodeSpans(provider.get_tracer("elastirun"), self._environ, round(self._began * 1e9))
+            if spans is not None:
+                for event, at in held:
+                    spans.take(event, round(at * 1e9))
+                held.clear()
         provider.shutdown()
+
+
+def trace_ids() -> Any:
+    """Return what gives traces their ids: by its ``store_id`` the same to all agents of a job, without one a random id."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class OfJob(RandomIdGenerator):
+        store_id = ""
+
+        def generate_trace_id(self) -> int:
+            known = int.from_bytes(hashlib.sha256(self.store_id.encode()).digest()[:16], "big")
+            return known if self.store_id else super().generate_trace_id()
+
+    return OfJob()
 
 
 class _FirstLine(logging.Handler):

@@ -98,6 +98,21 @@ def test_a_life_with_a_failure_and_a_signal_is_one_trace(nodes: Cluster, collect
     assert moments == sorted(moments) and moments[-1] == life.end_time_unix_nano, "one follows the other, without a gap"
 
 
+def test_the_agents_of_a_job_are_in_one_trace_and_those_of_another_job_in_another(nodes: Cluster, collector: Collector) -> None:
+    nodes.env |= {NAMED: HTTP.format(collector.server_address[1])}
+    nodes.env.pop("TRACEPARENT", None)
+    found = []
+    for _ in range(2):
+        agents = [nodes.agent(i, nnodes="2") for i in (1, 2)]
+        for worker in nodes.round(2):
+            worker.tell("exit 0")
+        assert [nodes.ends(agent) for agent in agents] == [0, 0]
+        found.append([collector.up_to("elastirun")[-1] for _ in agents])
+    (first, second), (third, fourth) = found
+    assert first.trace_id == second.trace_id != third.trace_id == fourth.trace_id
+    assert not first.parent_span_id and not second.parent_span_id and first.span_id != second.span_id
+
+
 @pytest.mark.parametrize(("code", "ok"), [(143, True), (202, False)])
 def test_a_node_that_leaves_because_it_is_sick_is_an_error(code: int, ok: bool) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
