@@ -115,8 +115,8 @@ class DeterministicShards:
             "matmul": torch.get_float32_matmul_precision(),
         }
 
-    def parts(self, size: int) -> list[range]:
-        """Return the shards of this rank in a global batch of ``size`` samples, without those that are empty."""
+    def parts(self, size: int, step: int = 0) -> list[range]:
+        """Return the shards of this rank in a global batch of ``size`` samples, without those that are empty; the same in each ``step``."""
         return [part for shard in self._mine if (part := share(size, shard, self.shards))]
 
     @property

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from elastirun.train.arguments import named, shown, whole
+from elastirun.train.arguments import named, shown, verify_callable, whole
+from elastirun.train.data.balance import Balance
 from elastirun.train.data.deterministic import DeterministicShards
 from elastirun.train.data.keyed_rng import KeyedSamples
 from elastirun.train.data.permutation import Permutation
@@ -23,7 +24,9 @@ from elastirun.train.data.shares import share, split
 from elastirun.train.data.steps import Step, accumulate, verify_ranks
 from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.errors import TrainError, WrongUse
+from elastirun.train.groups.collectives import gather
 from elastirun.train.mesh import place_in, verify_no_mesh
+from elastirun.train.reduction.transports.base import reduction_errors
 
 SCALES = {"linear": lambda times: times, "sqrt": math.sqrt}  # factor of the learning rate for a global batch that is so many times as large
 OURS = {  # arguments of torch's DataLoader that have no place here, and what to do instead
@@ -57,6 +60,11 @@ class ElasticDataLoader:
     keyed_rng           seed torch, ``random`` and numpy for each sample by (seed, epoch, sample), so that random augmentations in the
                         dataset are the same at every world size and number of loading workers; default: with ``DeterministicShards``
     drop_last           leave out the last batch of an epoch if it is smaller
+    balance             give slow ranks fewer samples of each global batch, in ``steps()`` on CPUs: the batch keeps its samples and their
+                        order, and the gradients are its mean as before. Decided each 20 steps by the times of the ranks; a rank has at
+                        least a quarter of an even share. Default False: as many for each rank
+    work                a function that returns how much there is to compute in a batch as it is loaded, such as its number of tokens;
+                        default: its samples. By it ``balance``, and the search for stragglers, judge how fast a rank is
     device_mesh         the dimension over which data are shared, as ``build_mesh()["dp"]``: ranks that share a replica (tensor
                         parallelism, pipelines) get the same samples. Needed in a job with ``--mesh``
     rank, world_size    in its place; default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1
@@ -83,6 +91,8 @@ class ElasticDataLoader:
         seed: int = 0,
         keyed_rng: bool | None = None,
         drop_last: bool = False,
+        balance: bool = False,
+        work: Callable[[Any], float] | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         device_mesh: Any = None,
@@ -101,23 +111,29 @@ class ElasticDataLoader:
         self.epoch = 0  # the number of the epoch that is under way, or begins next
         self.consumed = 0  # samples of the epoch that were handed out, over all ranks
         self.samples = 0  # number of samples of this rank in the batch handed out last
-        self._cut: Callable[[int], list[range]] = self._whole
         self.contract: dict[str, int | str] = {}  # of deterministic mode
-        self._dataset, self._loading, self._keyed_rng = dataset, loading, keyed_rng
+        self._loading, self._keyed_rng, self._work = {"dataset": dataset, **loading}, keyed_rng, work
+        if work is not None:
+            verify_callable(work, 1, "work", "a function of a batch that returns a number")
         self._make_loader(keyed=bool(keyed_rng))
+        ahead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
+        self.balance = Balance(self.world_size, ahead) if balance else None
 
     def set_world(self, rank: int, world_size: int) -> None:
         """Load the share of ``rank`` of ``world_size`` from the next iteration on. Raises TrainError with ``scale``."""
         if self._follows_world:
             raise WrongUse("a loader whose global batch depends on the world size (scale=) cannot go on in another world")
+        if self.balance:
+            raise WrongUse("a loader with balance=True cannot go on in another world: leave it out in a live job")
         self.rank, self.world_size = _rank_and_world(rank, world_size)
 
     def _make_loader(self, keyed: bool) -> None:
         """Make the loader; ``keyed``: random numbers of the dataset are keyed by sample."""
         self.keyed = keyed
-        dataset = KeyedSamples(self._dataset) if keyed else self._dataset
+        dataset = self._loading["dataset"]
+        arguments = {**self._loading, "dataset": KeyedSamples(dataset) if keyed else dataset}
         # The generator gives the base seed of the loading workers. Without it each epoch would draw from the seed of the model's dropout.
-        self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=torch.Generator(), **self._loading)
+        self._loader = DataLoader(batch_sampler=_Shares(self), generator=torch.Generator(), **arguments)
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -138,7 +154,9 @@ class ElasticDataLoader:
         return chain(repeat(self.global_batch_size, whole), () if self.drop_last or not rest else (rest,))
 
     def __iter__(self) -> Iterator[Any]:
-        """Load the rest of the epoch; when its last batch is done, the next epoch begins."""
+        """Load the rest of the epoch; when its last batch is done, the next epoch begins. Raises WrongUse with ``balance``."""
+        if self.balance:
+            raise WrongUse("balance=True needs the loop `for step in loader.steps(ddp)`, which weighs the gradients of unequal shares")
         for size, _, batches in self._global_batches(self._whole):
             batch = next(batches, None)
             self.consumed += size
@@ -166,23 +184,34 @@ class ElasticDataLoader:
 
         A new worker of a live job is in a world of its own until the others take it in.
         """
-        exact = ddp if isinstance(ddp, DeterministicShards) else None
-        if exact is None:
-            self.contract = {}
+        balance = self.balance
+        if isinstance(ddp, DeterministicShards):
+            self._begin_exact(ddp)
         else:
-            self._begin_exact(exact)
-        for size, sizes, batches in self._global_batches(exact.parts if exact else self._micro_batches):
-            before = self.consumed
+            self.contract = {}
+        if balance and (isinstance(ddp, DeterministicShards) or ddp._reducer.parts.planner.device.type != "cpu"):
+            raise WrongUse(
+                "balance=True needs a DistributedDataParallel of elastirun on CPUs: the times of a GPU are not measured, and "
+                "DeterministicShards has shards of a fixed size"
+            )
+        for size, sizes, batches in self._global_batches(ddp.parts if isinstance(ddp, DeterministicShards) else self._micro_batches):
+            before, number = self.consumed, balance.step if balance else 0
 
-            def done(consumed: int = before + size) -> None:
+            def done(consumed: int = before + size, number: int = number) -> None:
                 self.consumed = consumed
+                if balance:
+                    balance.finish(number)
 
             if isinstance(ddp, DeterministicShards):
                 computed = ddp.run((self.seed, self.epoch, before), size, batches)
             else:
-                computed = accumulate(ddp, sizes, batches)
+                computed = accumulate(ddp, sizes, batches, self._work, balance.measure if balance else None)
             yield Step(size, self.samples, computed, done)
             done()
+            if balance and balance.due and self.world_size > 1:
+                with reduction_errors("the exchange of the ranks' speeds"):
+                    told = gather(balance.told, ddp.process_group, torch.device("cpu"))
+                balance.decide(told, self.global_batch_size)
 
     def _begin_exact(self, exact: DeterministicShards) -> None:
         """Begin steps of ``exact``. Raises TrainError if the steps before had other bits."""
@@ -205,13 +234,15 @@ class ElasticDataLoader:
         if self._keyed_rng is None and not self.keyed:
             self._make_loader(keyed=True)
 
-    def _global_batches(self, cut: Callable[[int], list[range]]) -> Iterator[tuple[int, list[int], Iterator[Any]]]:
+    def _global_batches(self, cut: Callable[[int, int], list[range]]) -> Iterator[tuple[int, list[int], Iterator[Any]]]:
         """Yield what is left of the epoch: the size of each global batch, and this rank's parts of it, as sizes and as loaded batches."""
         self._loader.generator.manual_seed(self.seed + self.epoch)
-        self._cut = cut
+        first = self.balance.step if self.balance else 0
+        assert isinstance(self._loader.batch_sampler, _Shares)
+        self._loader.batch_sampler.cut = cut
         sizes, loaded = self.sizes(), iter(self._loader)
-        for size in sizes:
-            parts = [len(part) for part in cut(size)]
+        for step, size in enumerate(sizes, first):
+            parts = [len(part) for part in cut(size, step)]
             self.samples = sum(parts)
             batches = islice(loaded, len(parts))
             yield size, parts, batches
@@ -219,18 +250,26 @@ class ElasticDataLoader:
                 pass
         self.epoch, self.consumed = self.epoch + 1, 0
 
-    def _whole(self, size: int) -> list[range]:
+    def _whole(self, size: int, step: int) -> list[range]:
         return split(share(size, self.rank, self.world_size), None)
 
-    def _micro_batches(self, size: int) -> list[range]:
-        return split(share(size, self.rank, self.world_size), self.micro_batch_size)
+    def _micro_batches(self, size: int, step: int) -> list[range]:
+        weights = self.balance.weights_at(step) if self.balance else None
+        return split(share(size, self.rank, self.world_size, weights), self.micro_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the training stands in its data; the same on every rank. In deterministic mode also what its bits depend on."""
+        """Return where the training stands in its data; the same on every rank. In deterministic mode also what its bits depend on.
+
+        With ``balance`` also the shares of the ranks, which hold for as many ranks; others begin with an even split.
+        """
         over = self.consumed > 0 and next(self.sizes(), None) is None  # the epoch: the next one begins
         epoch, consumed = (self.epoch + 1, 0) if over else (self.epoch, self.consumed)
-        state = {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self.length}
-        return {**state, "deterministic": dict(self.contract)} if self.contract else state
+        state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self.length}
+        if self.contract:
+            state["deterministic"] = dict(self.contract)
+        if self.balance:
+            state["balance"] = self.balance.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` says, at the present world size and global batch size."""
@@ -244,6 +283,8 @@ class ElasticDataLoader:
             raise TrainError(f"the state is out of range: epoch {epoch}, {consumed} of {length} samples consumed")
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
         self.contract = dict(state.get("deterministic", {}))
+        if self.balance and "balance" in state:
+            self.balance.load_state_dict(state["balance"])
 
 
 def _verify_dataset(dataset: Any) -> int:
@@ -264,21 +305,25 @@ class _Shares:
 
     def __init__(self, loader: ElasticDataLoader) -> None:
         self._loader = loader
+        self.cut: Callable[[int, int], list[range]] = loader._whole  # the samples of a step's size and number, into this rank's parts
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader = self._loader  # read now: the position moves on before the first batch is asked for, if this rank has no part of it
         order = Permutation(loader.length, loader.seed, loader.epoch) if loader.shuffle else None
-        indices = _indices(order, loader.consumed, loader.sizes(), loader._cut)
+        steps = enumerate(loader.sizes(), loader.balance.step if loader.balance else 0)
+        indices = _indices(order, loader.consumed, steps, self.cut)
         if not loader.keyed:
             return indices
         seed, epoch = loader.seed, loader.epoch
         return ([(seed, epoch, index) for index in batch] for batch in indices)
 
 
-def _indices(order: Permutation | None, position: int, sizes: Iterator[int], cut: Callable[[int], list[range]]) -> Iterator[list[int]]:
-    """Yield the indices of the samples of each part of each global batch, from ``position`` on."""
-    for size in sizes:
-        if parts := cut(size):  # neighbours: found together, because a call takes half a millisecond however few they are
+def _indices(
+    order: Permutation | None, position: int, steps: Iterator[tuple[int, int]], cut: Callable[[int, int], list[range]]
+) -> Iterator[list[int]]:
+    """Yield the indices of the samples of each part of each global batch, from ``position`` on. ``steps``: numbers and sizes."""
+    for step, size in steps:
+        if parts := cut(size, step):  # neighbours: found together, because a call takes half a millisecond however few they are
             first = parts[0].start
             positions = torch.arange(position + first, position + parts[-1].stop, device="cpu")
             found = (positions if order is None else order.at(positions)).tolist()

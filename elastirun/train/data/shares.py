@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
-def share(size: int, rank: int, world_size: int) -> range:
-    """Return which of ``size`` samples ``rank`` has: neighbours, as many as on the other ranks or one more or fewer."""
-    return range(rank * size // world_size, (rank + 1) * size // world_size)
+
+def share(size: int, rank: int, world_size: int, weights: Sequence[int] | None = None) -> range:
+    """Return which of ``size`` samples ``rank`` has: neighbours, as many as on the other ranks or one more or fewer.
+
+    ``weights``, by rank and above 0: as many as in proportion to these, or one more or fewer.
+    """
+    if weights is None:
+        return range(rank * size // world_size, (rank + 1) * size // world_size)
+    total, before = sum(weights), sum(weights[:rank])
+    return range(before * size // total, (before + weights[rank]) * size // total)
 
 
 def split(samples: range, most: int | None) -> list[range]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from elastirun.train.arguments import named
+from elastirun.train.arguments import named, shown
 from elastirun.train.ddp.module import DistributedDataParallel
 from elastirun.train.errors import TrainError, WrongUse
 
@@ -47,21 +48,31 @@ def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> No
         )
 
 
-def accumulate(ddp: DistributedDataParallel, sizes: Sequence[int], batches: Iterable[Any]) -> Iterator[Any]:
+def accumulate(
+    ddp: DistributedDataParallel,
+    sizes: Sequence[int],
+    batches: Iterable[Any],
+    work_of: Callable[[Any], float] | None = None,
+    measure: Callable[[float, float], None] | None = None,
+) -> Iterator[Any]:
     """Yield this rank's ``batches``, of ``sizes`` samples each, for one backward each. The last one reduces the mean over all samples.
 
     ``sizes`` may be empty. Every rank runs the loop. If the last batch has no backward, the rank takes part without data, so that the
-    others need not wait for it.
+    others need not wait for it. ``work_of`` a batch: default its samples. ``measure`` is called with the seconds of the loop, without the
+    wait for the gradients of the others, and with the work in it.
     """
     if not ddp._reducer.schedule.always_reduces:
         raise TrainError("a step decides by itself which backward reduces: neither accumulate() nor no_sync() may be in force")
-    reductions = ddp._reducer.step
+    begun, reductions = perf_counter(), ddp._reducer.step
     ddp.set_samples(sum(sizes), backwards=sum(sizes) / sizes[-1] if sizes else 1.0)
-    before = None
+    work, before = 0.0, None
     for at, (size, batch) in enumerate(zip(sizes, batches, strict=True), 1):
         if before not in (None, size):
             _weigh(ddp, before / size)
         before = size
+        work += size if work_of is None else _verified(work_of(batch))
+        if work_of is not None:
+            ddp._reducer.local_report.work = work  # before the backward that reduces
         sync = ddp._reducer.schedule.set_sync(at == len(sizes))
         try:
             yield batch
@@ -69,6 +80,15 @@ def accumulate(ddp: DistributedDataParallel, sizes: Sequence[int], batches: Iter
             ddp._reducer.schedule.set_sync(sync)
     if ddp._reducer.step == reductions:
         ddp.skip()
+    elif measure and ddp._reducer.last:
+        measure(perf_counter() - begun - ddp._reducer.last.times.exposed, work)
+
+
+def _verified(work: Any) -> float:
+    """Return the work in a batch. Raises WrongUse if it is no number, or below 0."""
+    if not (hasattr(work, "__float__") and 0 <= float(work) < float("inf")):
+        raise WrongUse(f"work must return a number for a batch, 0 or more, not {shown(work)}")
+    return float(work)
 
 
 def _weigh(ddp: DistributedDataParallel, factor: float) -> None:

@@ -385,7 +385,7 @@ class DistributedDataParallel(TorchNames):
         """
         self._reducer.schedule.reduce_every(whole("n of accumulate()", n))
 
-    def set_samples(self, samples: float, backwards: float = 1) -> None:
+    def set_samples(self, samples: float, backwards: float = 1, work: float | None = None) -> None:
         """Set the number of samples that this rank's gradients stand for, until the next call; default 1 on each rank.
 
         The result is the mean over samples: the sum over ranks of samples times gradient (a gradient of the mean loss of these samples),
@@ -393,13 +393,16 @@ class DistributedDataParallel(TorchNames):
         micro-batch, so no loss has to be divided (``ElasticDataLoader.steps()`` sees to micro-batches of different sizes). Where a rank's
         share changes, the gradients take one more pass. On a GPU the host waits for each reduction from now on, on every rank: in the
         first step with a call, either every rank calls it or this rank's number stays as it was (call it before the first step).
-        Otherwise the next backward raises a TrainError on every rank.
+        Otherwise the next backward raises a TrainError on every rank. ``work``: how much there was to compute for them, such as tokens in
+        batches of varying length, by which a rank is judged to be a straggler; default: ``samples``.
         """
         if not (hasattr(samples, "__float__") and 0 <= samples < float("inf")):
             raise TrainError(f"set_samples() takes a number that is not negative, not {samples!r}")
         if not (hasattr(backwards, "__float__") and 0 < backwards < float("inf")):
             raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards!r}")
-        self._reducer.local_report.weigh(float(samples), float(backwards))
+        if work is not None and not (hasattr(work, "__float__") and 0 <= work < float("inf")):
+            raise TrainError(f"set_samples() takes a work that is a number, 0 or more, not {work!r}")
+        self._reducer.local_report.weigh(float(samples), float(backwards), None if work is None else float(work))
 
     def skip(self) -> None:
         """Take part in a reduction without data; the gradients are the mean over the other ranks."""
@@ -467,7 +470,7 @@ class DistributedDataParallel(TorchNames):
         ``steps`` so far; ``forward``, ``backward``, ``exposed`` (waiting at its end); ``bytes`` of gradients; ``buckets`` in the order of
         launching, each with its ``parameters``, ``bytes`` and when it was ``launched`` and ``ready`` after the backward began; ``plan``,
         its number; ``link``, its ``latency`` and ``bytes_per_second``, None while not measured; ``seconds_by_rank`` of computing;
-        ``stragglers``, the ranks that took more than 1.2 times the median, and how many times.
+        ``stragglers``, the ranks that took more than 1.2 times as long for their samples or work as the median rank, and how many times.
         """
         return self._reducer.report()
 

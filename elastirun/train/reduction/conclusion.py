@@ -12,7 +12,7 @@ from elastirun.train.groups.collectives import gather, ranks
 from elastirun.train.reduction.control_words import Agreement
 from elastirun.train.reduction.reduction import ReducerParts, StepResult
 from elastirun.train.reduction.replica_check import GradualCheck, verify_replicas
-from elastirun.train.reduction.step_times import describe_lacking, median
+from elastirun.train.reduction.step_times import describe_lacking, usual_seconds
 from elastirun.train.reduction.transports.base import reduction_errors
 from elastirun.train.reduction.world import World
 
@@ -76,7 +76,7 @@ class Conclusion:
         if len(set(agreement.trained)) > 1:
             self._parts.trained.drop_gradients()
             self._parts.trained.refuse(world.group, self._parts.planner.device, all_take_part=not self.may_defer)
-        computed(agreement.seconds[world.rank], median(agreement.seconds))
+        computed(agreement.seconds[world.rank], usual_seconds(agreement.seconds, agreement.work)[world.rank])
         self._parts.trained.learn(agreement.trained)
         if last.deferred:
             self._check_deferred(agreement, world.size, expected_samples)

@@ -4,7 +4,7 @@ A reduction gives only sums, so each word is a count, or there is one word for e
 
     samples · ranks with data · ranks with more to come · ranks that lack a gradient · ranks that read each step's words first
     a request's askers, for each request
-    seconds[rank] · status[rank] · trained[rank] · late[bucket] · users[parameter]
+    seconds[rank] · status[rank] · trained[rank] · work[rank] · late[bucket] · users[parameter]
 
 The words are float32: counts are exact up to 2**24, and small integers survive a division by the world size that is undone.
 
@@ -35,6 +35,7 @@ class LocalReport:
     """The values that this rank reports to the others in its next reduction."""
 
     samples: float = 1.0  # weight of its gradients
+    work: float | None = None  # that its gradients have taken, in any unit; None: as much as ``samples``
     counts: bool = True  # else its gradients have no weight, whatever ``samples`` is
     backwards: float = 1.0  # its gradients are sums of this many means, and are divided by the number
     more: bool = False  # this rank has data for the reduction after this one
@@ -53,14 +54,14 @@ class LocalReport:
         """Read the words of each step before its gradients are used, and ask all ranks to do so."""
         self.reads_first = True
 
-    def weigh(self, samples: float, backwards: float) -> None:
+    def weigh(self, samples: float, backwards: float, work: float | None) -> None:
         """Let this rank's gradients, divided by ``backwards``, count as ``samples`` from now on. All ranks have to read the words first."""
-        self.samples, self.backwards = samples, backwards
+        self.samples, self.backwards, self.work = samples, backwards, work
         self.read_first()
 
     def announce_batch(self, samples: float, more: bool) -> None:
         """Report the weight of the next batch, and whether there is ``more`` after it."""
-        self.samples, self.backwards, self.more = samples, 1.0, more
+        self.samples, self.backwards, self.more, self.work = samples, 1.0, more, None
 
     def request(self, name: str) -> None:
         """Report a request, one of REQUESTS."""
@@ -93,6 +94,7 @@ class Agreement:
     failed: tuple[int, ...]  # ranks whose backward ended with an exception
     not_finite: tuple[int, ...]  # ranks that had an infinite or undefined gradient; known with check_finite=True
     trained: tuple[int, ...]  # by rank: a digest of which parameters are not frozen
+    work: tuple[float, ...]  # by rank: what ``seconds`` were needed for; 0 without data
     late: tuple[int, ...]  # buckets that a gradient came too late for, on some rank; these were reduced once more
     users: tuple[int, ...]  # by parameter: how many ranks had a gradient; empty if all ranks with data had all of them
 
@@ -102,7 +104,7 @@ class ControlWords:
 
     def __init__(self, rank: int, world: int, buckets: int, parameters: int) -> None:
         self._rank, self._world = rank, world
-        self._late = _FIXED + 3 * world
+        self._late = _FIXED + 4 * world
         self._users = self._late + buckets
         self.size = self._users + parameters
 
@@ -116,6 +118,7 @@ class ControlWords:
         words[_FIXED + self._rank] = seconds
         words[_FIXED + self._world + self._rank] = float(report.status)
         words[_FIXED + 2 * self._world + self._rank] = float(report.trained)
+        words[_FIXED + 3 * self._world + self._rank] = samples and (samples if report.work is None else report.work)
         for bucket in late:
             words[self._late + bucket] = 1.0
         tail[: self._users].copy_(_on_host(words, tail.dtype, tail), non_blocking=True)
@@ -141,6 +144,7 @@ class ControlWords:
             failed=tuple(rank for rank, bits in enumerate(status) if bits & FAILED),
             not_finite=tuple(rank for rank, bits in enumerate(status) if bits & NOT_FINITE),
             trained=tuple(trained),
+            work=tuple(words[_FIXED + 3 * self._world : self._late]),
             late=tuple(bucket for bucket, word in enumerate(words[self._late : self._users]) if round(word)),
             users=tuple(round(word) for word in words[self._users :]) if round(words[3]) else (),
         )

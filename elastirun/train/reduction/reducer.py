@@ -267,8 +267,8 @@ class Reducer:
 
     def report(self) -> dict[str, Any]:
         """Return the figures of the last step; see ``DistributedDataParallel.stats``."""
-        times, seconds = (self.last.times, self.last.words.agreement.seconds) if self.last else (StepTimes(), ())
-        return step_report(self.step, times, seconds, self.world.buckets.buckets, self.parts.trained.names, self.parts.planner)
+        times, told = (self.last.times, self.last.words.agreement) if self.last else (StepTimes(), None)
+        return step_report(self.step, times, told, self.world.buckets.buckets, self.parts.trained.names, self.parts.planner)
 
     # -- during a backward ------------------------------------------------------------------------------------------
 

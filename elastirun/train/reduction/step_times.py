@@ -9,6 +9,7 @@ from typing import Any
 from elastirun.train.groups.collectives import ranks
 from elastirun.train.reduction.buckets.memory import Bucket
 from elastirun.train.reduction.buckets.planner import Planner
+from elastirun.train.reduction.control_words import Agreement
 
 STRAGGLES = 1.2  # a rank that computes for longer than so many times the median is a straggler
 
@@ -28,10 +29,17 @@ class StepTimes:
         return self.forward + self.backward
 
 
-def stragglers(seconds: Sequence[float]) -> dict[int, float]:
-    """Return the ranks that computed much longer than the median rank, and how many times as long."""
-    middle = median(seconds)
-    return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
+def stragglers(seconds: Sequence[float], work: Sequence[float]) -> dict[int, float]:
+    """Return the ranks that computed much longer for their ``work`` than the median rank does, and how many times as long."""
+    usual = usual_seconds(seconds, work)
+    return {rank: s / u for rank, (s, u) in enumerate(zip(seconds, usual, strict=True)) if u > 0 and s > STRAGGLES * u}
+
+
+def usual_seconds(seconds: Sequence[float], work: Sequence[float]) -> list[float]:
+    """Return, by rank, how long the median rank would have computed for the ``work`` of that rank, judged by its own."""
+    paces = [s / w for s, w in zip(seconds, work, strict=True) if w > 0]
+    usual = median(paces) if paces else 0.0
+    return [usual * w for w in work]
 
 
 def median(seconds: Sequence[float]) -> float:
@@ -51,11 +59,11 @@ def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> s
 
 
 def step_report(
-    steps: int, times: StepTimes, seconds: Sequence[float], buckets: Sequence[Bucket], names: Sequence[str], planner: Planner
+    steps: int, times: StepTimes, told: Agreement | None, buckets: Sequence[Bucket], names: Sequence[str], planner: Planner
 ) -> dict[str, Any]:
     """Return the figures of the last of ``steps``, fit for JSON; see ``DistributedDataParallel.stats``.
 
-    ``seconds``: of each rank; empty before the first step. ``names``: of the parameters.
+    ``told``: by the ranks in that step; None before the first one. ``names``: of the parameters.
     """
     moments = zip(buckets, times.launches, times.ready, strict=False)
     return {
@@ -75,6 +83,6 @@ def step_report(
         ],
         "plan": planner.epoch,
         "link": planner.link and {"latency": planner.link.latency, "bytes_per_second": 1 / max(planner.link.per_byte, 1e-15)},
-        "seconds_by_rank": seconds,
-        "stragglers": stragglers(seconds) if seconds else {},
+        "seconds_by_rank": told.seconds if told else (),
+        "stragglers": stragglers(told.seconds, told.work) if told else {},
     }

@@ -1,0 +1,248 @@
+"""Shares of the global batch that follow the speeds of the ranks: ``ElasticDataLoader(balance=True)``."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from elastirun.train import DeterministicShards, DistributedDataParallel, ElasticDataLoader, TrainError
+from elastirun.train.data.balance import EVERY, LEAST, Balance, apportion, rebalance
+from elastirun.train.data.shares import share
+from tests.support.worlds import run
+
+SEED = random.randrange(1 << 32)
+GLOBAL, LENGTH, SLOW = 32, 32 * 150 + 5, 3
+SAMPLE = 0.0006  # seconds for a sample on a rank that is not slow
+
+
+# -- the decision ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turn", range(100))
+def test_shares_are_whole_and_are_done_at_the_same_time_as_far_as_samples_are_whole(turn: int) -> None:
+    rng = random.Random(SEED + turn)
+    world = rng.randint(1, 9)
+    size, paces = rng.randint(world, 600), [rng.uniform(0.001, 1) ** rng.choice((1, 4)) for _ in range(world)]
+    shares, least = apportion(paces, size), max(1, int(LEAST * size / world))
+    assert sum(shares) == size and min(shares) >= least, (SEED + turn, paces, size)
+    slowest, pace = max((share * pace, pace) for share, pace in zip(shares, paces, strict=True) if share > least or world == 1)
+    # A sample of the last rank to be ready would make any other rank later still.
+    assert all((share + 1) * other >= slowest * (1 - 1e-9) for share, other in zip(shares, paces, strict=True)), (SEED + turn, paces, size)
+
+
+@pytest.mark.parametrize("turn", range(50))
+def test_weights_share_each_size_without_gap_and_equal_ones_as_without_weights(turn: int) -> None:
+    rng = random.Random(SEED + turn)
+    weights = [rng.randint(1, 50) for _ in range(rng.randint(1, 9))]
+    size, world = rng.randint(0, 200), len(weights)
+    cut = [share(size, rank, world, weights) for rank in range(world)]
+    assert [at for part in cut for at in part] == list(range(size)), SEED + turn
+    assert all(abs(len(part) - size * weight / sum(weights)) < 1 for part, weight in zip(cut, weights, strict=True))
+    assert [share(size, rank, world, [7] * world) for rank in range(world)] == [share(size, rank, world) for rank in range(world)]
+
+
+EVEN = (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("paces", "before", "expected"),
+    [
+        ((1, 1, 1, 2), EVEN, (37, 37, 36, 18)),
+        ((1, 1, 1, 1), EVEN, EVEN),
+        ((1, 1.04, 0.97, 1.05), EVEN, EVEN),  # chance
+        ((1, 1, 1, 1), (37, 37, 36, 18), EVEN),  # the slow rank is as fast as the others again
+        ((1, 1, 1, 2), (37, 37, 36, 18), (37, 37, 36, 18)),
+        ((1, 1.05, 1, 1.9), (37, 37, 36, 18), (37, 37, 36, 18)),
+        ((1, 1, 1, 100), EVEN, (40, 40, 40, 8)),  # a quarter of an even share
+        ((1, 1, 0, 2), EVEN, EVEN),  # of a rank nothing is known
+    ],
+)
+def test_shares_change_only_where_a_step_becomes_much_shorter(paces: Any, before: Any, expected: Any) -> None:
+    assert rebalance(paces, 128, before) == expected
+    assert rebalance(paces, 3, before) == before, "a batch with fewer samples than ranks is not shared by speed"
+
+
+def test_a_change_holds_from_a_step_that_no_loader_has_cut_yet() -> None:
+    one = Balance(2, ahead=4)
+    for step in range(EVERY):
+        one.finish(step)
+        one.measure(1.0, 8)
+    assert one.due and one.told == [125_000_000_000, 4]
+    one.decide([one.told, [250_000_000_000, 6]], 30)
+    first = EVERY + 6 + 2
+    assert [one.weights_at(step) for step in (EVERY, first - 1, first)] == [(1, 1), (1, 1), (20, 10)] and not one.due
+    other = Balance(2, ahead=0)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other.state_dict() == one.state_dict() and other.weights_at(first) == (20, 10)
+    one.finish(first - 1)
+    assert one.change is None and one.weights == (20, 10) and one.told[0] == 0, "times with the old shares are dropped"
+    third = Balance(3, ahead=0)
+    third.load_state_dict(other.state_dict())
+    assert third.weights_at(first) == (1, 1, 1) and third.step == EVERY
+
+
+@pytest.mark.parametrize("broken", [{}, {"step": 1, "weights": [1, 0], "change": None}, {"step": 1, "weights": 3, "change": None}])
+def test_a_state_that_cannot_be_read_is_one_clear_error(broken: dict[str, Any]) -> None:
+    with pytest.raises(TrainError, match='the "balance" in the state of the loader cannot be read'):
+        Balance(2, 0).load_state_dict(broken)
+
+
+# -- with the data-parallel module ------------------------------------------------------------------------------------------
+
+
+class Points(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.cat([torch.randn(3, generator=torch.Generator().manual_seed(index)), torch.tensor([float(index)])])
+
+
+class Slowed(nn.Sequential):
+    """A model in whose forward each sample takes ``seconds``."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds * len(x))
+        result: Tensor = super().forward(x)
+        return result
+
+
+def train(rank: int, world: int, options: dict[str, Any], slow: int | None, state: Any, steps: int) -> dict[str, Any]:
+    """Make ``steps`` steps from ``state`` on; rank ``slow`` takes twice as long for each sample."""
+    torch.manual_seed(0)
+    model = Slowed(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model.seconds = (SAMPLE if world > 1 else 0.0) * (2 if rank == slow else 1)
+    loader = ElasticDataLoader(Points(), GLOBAL, **options)
+    if state is not None:
+        loader.load_state_dict(state["data"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    seen: list[list[int]] = []
+    found: dict[str, Any] = {"seen": seen, "sizes": [], "stragglers": []}
+    begun = time.monotonic()
+    while len(seen) < steps:
+        for step in loader.steps(ddp):
+            optimizer.zero_grad()
+            seen.append([])
+            for batch in step:
+                seen[-1] += batch[:, 3].int().tolist()
+                ddp(batch[:, :3]).pow(2).mean().backward()
+            optimizer.step()
+            found["sizes"].append(step.samples)
+            found["stragglers"].append(sorted(ddp.stats()["stragglers"]))
+            if len(seen) == steps:
+                break
+    found["seconds"] = time.monotonic() - begun
+    found["weights"] = [value for param in model.parameters() for value in param.flatten().tolist()]
+    found["state"] = {"data": json.loads(json.dumps(loader.state_dict())), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return found
+
+
+def order(ranks: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the samples of each global batch, rank by rank."""
+    return [[sample for part in parts for sample in part] for parts in zip(*(rank["seen"] for rank in ranks), strict=True)]
+
+
+def test_a_slow_rank_gets_less_and_the_training_is_the_same_also_resumed_at_another_world_size() -> None:
+    steps = 3 * EVERY
+    (alone,) = run(1, train, {}, None, None, 2 * steps)
+    first = run(4, train, {"balance": True, "micro_batch_size": 5}, SLOW, None, steps)
+    sizes = [rank["sizes"] for rank in first]
+    assert [size[0] for size in sizes] == [8, 8, 8, 8]
+    assert sizes[SLOW][-1] <= 6 and min(size[-1] for size in sizes[:SLOW]) >= 8, sizes
+    assert first[SLOW]["stragglers"][-1] == [SLOW], "judged by what it has to do, it is a straggler still"
+    data = first[0]["state"]["data"]
+    assert all(rank["state"]["data"] == data for rank in first)
+    assert share(GLOBAL, SLOW, 4, data["balance"]["weights"]) == range(GLOBAL - sizes[SLOW][-1], GLOBAL)
+
+    same = run(4, train, {"balance": True}, SLOW, first[0]["state"], EVERY // 2)
+    assert [rank["sizes"][0] for rank in same] == [size[-1] for size in sizes], "as recorded"
+    three = run(3, train, {"balance": True}, None, first[0]["state"], steps)
+    assert sorted(rank["sizes"][0] for rank in three) == [10, 11, 11]
+    assert order(first) + order(three) == order([alone])
+    for rank in three:
+        assert rank["weights"] == pytest.approx(alone["weights"], abs=1e-6)
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_each_sample_once_where_batches_are_loaded_in_advance(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = run(1, train, {}, None, None, 150)
+    ranks = run(4, train, {"balance": True, "num_workers": workers, "micro_batch_size": 3}, SLOW, None, 150)
+    assert order(ranks) == order([alone])
+    assert len({rank["sizes"][0] for rank in ranks}) == 1 and ranks[SLOW]["sizes"][-1] <= 6
+
+
+def test_ranks_that_are_alike_keep_an_even_split() -> None:
+    ranks = run(4, train, {"balance": True}, None, None, 3 * EVERY)
+    assert {size for rank in ranks for size in rank["sizes"]} == {GLOBAL // 4}
+
+
+def test_half_of_the_time_that_a_slow_rank_costs_is_won_back() -> None:
+    """``benchmarks.balance`` measures how much; this machine may be busy with other tests."""
+    steps = 6 * EVERY
+    even, balanced = (run(4, train, {"balance": on}, SLOW, None, steps)[0]["seconds"] for on in (False, True))
+    lost = steps * SAMPLE * GLOBAL / 4
+    assert even - balanced > lost / 2, (even, balanced, lost)
+
+
+def told_work(rank: int, world: int) -> list[Any]:
+    """Let each rank have batches of its own length, and take as long as that."""
+    model = Slowed(nn.Linear(3, 1))
+    ddp = DistributedDataParallel(model)
+    found = []
+    for work in (None, lambda batch: len(batch) * (rank + 1)):
+        loader = ElasticDataLoader(Points(), GLOBAL, work=work)
+        model.seconds = 4 * SAMPLE * (rank + 1)
+        for number, step in enumerate(loader.steps(ddp)):
+            for batch in step:
+                ddp(batch[:, :3]).sum().backward()
+            if number == 5:
+                break
+        found.append((ddp.agreement.work, sorted(ddp.stats()["stragglers"])))
+    return found
+
+
+def test_a_rank_is_judged_by_the_work_in_its_batches() -> None:
+    plain, told = run(4, told_work)[0]
+    assert plain == ((8.0, 8.0, 8.0, 8.0), [2, 3])
+    assert told == ((8.0, 16.0, 24.0, 32.0), [])
+
+
+# -- wrong use ----------------------------------------------------------------------------------------------------------------
+
+
+def wrong_uses(rank: int, world: int) -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    balanced = ElasticDataLoader(Points(), 4, balance=True)
+    said = []
+    for wrong in (
+        lambda: next(iter(balanced)),
+        lambda: next(balanced.steps(DeterministicShards(nn.Linear(3, 1)))),
+        lambda: balanced.set_world(0, 1),
+        lambda: ElasticDataLoader(Points(), 4, work=3),  # type: ignore[arg-type]
+        lambda: next(iter(next(ElasticDataLoader(Points(), 4, work=lambda batch: -1.0).steps(ddp)))),
+        lambda: ddp.set_samples(1, work=float("nan")),
+    ):
+        with pytest.raises(TrainError) as error:
+            wrong()
+        said.append(str(error.value))
+    return said
+
+
+def test_wrong_use_is_one_clear_error() -> None:
+    said = run(1, wrong_uses)[0]
+    assert [text.count("\n") for text in said] == [0] * len(said)
+    expected = ["needs the loop `for step in", "DeterministicShards has shards", "another world", "work must be callable"]
+    for text, part in zip(said, [*expected, "work must return a number", "a work that is a number"], strict=True):
+        assert part in text
