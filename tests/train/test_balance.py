@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import random
 import time
 from typing import Any
@@ -19,7 +20,7 @@ from elastirun.train.data.shares import share
 from tests.support.worlds import run
 
 SEED = random.randrange(1 << 32)
-GLOBAL, LENGTH, SLOW = 28, 28 * 150 + 5, 3
+GLOBAL, LENGTH, SLOW = 28, 28 * 70 + 5, 3
 SAMPLE = 0.002  # seconds for a sample on a rank that is not slow, where time is measured
 EVEN, BALANCED = (7, 7, 7, 7), (8, 8, 8, 4)  # where rank 3 takes twice as long
 
@@ -125,6 +126,7 @@ def train(
 
     Its time is ``measured``; else the loader is told.
     """
+    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have loading workers
     torch.manual_seed(0)
     model = Slowed(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     ddp = DistributedDataParallel(model)
@@ -188,8 +190,8 @@ def test_a_slow_rank_gets_less_and_the_training_is_the_same_also_resumed_at_anot
 
 
 def test_each_sample_once_where_batches_are_loaded_in_advance() -> None:
-    (alone,) = run(1, train, {}, None, None, 160)  # the epoch has 151 steps, the last one of 5 samples
-    ranks = run(4, train, {"balance": True, "num_workers": 2}, SLOW, None, 160)
+    (alone,) = run(1, train, {}, None, None, 75)  # the epoch has 71 steps, the last one of 5 samples
+    ranks = run(4, train, {"balance": True, "num_workers": 2}, SLOW, None, 75)
     assert order(ranks) == order([alone])
     assert list(zip(*(rank["sizes"] for rank in ranks), strict=True))[EVERY : EVERY + 7] == [EVEN] * 6 + [BALANCED]
 
