@@ -28,6 +28,7 @@ from elastirun.worker.progress_page import (
     MAGIC,
     MEDIAN,
     NS,
+    PARTS,
     PID,
     SAMPLED,
     SAVING,
@@ -37,6 +38,7 @@ from elastirun.worker.progress_page import (
     STEPS,
     VARIABLE,
     WITHIN,
+    WORK,
 )
 
 LARGEST_STEP = 1 << 53  # as in the name of a checkpoint
@@ -44,6 +46,7 @@ LARGEST_STEP = 1 << 53  # as in the name of a checkpoint
 _SIGNALS = range(signal.SIGRTMAX - 4, signal.SIGRTMIN + 8, -1)  # candidates for "write your stacks"; programs seldom use these
 
 EXIT_LIMIT = 600  # seconds for the exit of the interpreter: torch and CUDA end threads, and free memory and connections
+MOST_WORK = 1e15  # units in a step: so many thousandths fit into 64 bits
 LONGEST_STEP = 1e6  # seconds; so many steps of that length fit into the number of nanoseconds
 
 _words: memoryview | None = None  # the numbers of the page; None: this process stamps none
@@ -56,22 +59,35 @@ _tried = False  # the page was opened, or cannot be
 _by_script = False  # the script stamps its steps, so those of its optimizers are not counted beside them
 
 
-def progress(within: float | None = None, *, step: int | None = None) -> None:
+def progress(within: float | None = None, *, step: int | None = None, work: float | None = None) -> None:
     """Tell the agent that this worker has made a step. Call it once per step, on every rank; it takes half a microsecond.
 
     ``within``: the next call comes within this many seconds, although ``--hang-timeout`` is shorter: for an evaluation, a checkpoint, the
     end of the training. ``math.inf``: there is no limit until the next call. ``step``: the number of this step in the whole training,
-    which goes back where a new round begins from a checkpoint; so the agent can tell which steps are done again. Does nothing without
-    an agent of elastirun, and in forks of this process. Raises TypeError for seconds below 0 and for what is no number.
+    which goes back where a new round begins from a checkpoint; so the agent can tell which steps are done again. ``work``: how much there
+    was to compute in this step on this rank, in any unit, such as the tokens of a batch. Where every rank tells it, stragglers are judged
+    by their time for a unit and not for a step (with torch's DistributedDataParallel). Does nothing without an agent of elastirun, and in
+    forks of this process. Raises TypeError for seconds or work below 0 and for what is no number.
     """
     global _by_script
     if within is None:  # a script that only announces its pauses still has its optimizers counted
         _by_script = True
     elif not (hasattr(within, "__float__") and within >= 0):
         raise TypeError(f"progress(): within must be seconds, 0 or more, not {within!r}")
+    if work is not None:
+        _add_work(work)
     _stamp(within)
     if step is not None:
         at_step(step)
+
+
+def _add_work(work: float) -> None:
+    """Count the work of a step."""
+    if not (hasattr(work, "__float__") and 0 <= work <= MOST_WORK):
+        raise TypeError(f"progress(): work must be a number from 0 to {MOST_WORK:g}, not {work!r}")
+    words = _page()
+    if words is not None:
+        words[WORK] = (words[WORK] + int(work * PARTS)) & FOREVER
 
 
 def at_step(step: int) -> None:

@@ -19,13 +19,14 @@ from elastirun.errors import StartError, StoreError
 from elastirun.threads import start_thread
 
 TOPIC, MEDIAN = "steps", "median"  # names of keys, see ``NodeReports``
+WORK = "work"  # the topic of times for a unit of work
 MOST_WORKERS = 1024  # of one node
 LASTS = 3  # windows of this node: what has not changed for so long is of a node without times, or the store is away
 
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """For how many seconds each worker of one node computes in a step. ``window``: its number, so that each one makes another record."""
+    """For how many seconds each worker of one node computes in a step, or for a unit of work. ``window``: so that each is another record."""
 
     fence: str
     window: int
@@ -52,7 +53,8 @@ class SharedMedian:
 class JobTimes:
     """This node's part, in one round after the other. The methods are called by the loop's thread, and do not block."""
 
-    def __init__(self) -> None:
+    def __init__(self, topic: str = TOPIC) -> None:
+        self._topic = topic
         self._thread: threading.Thread | None = None  # while it runs, only it changes what follows, but for ``_window``
         self._fence = ""  # of the round that this node has shared times in
         self._window = 0
@@ -70,11 +72,11 @@ class JobTimes:
             return
         if meeting.fence != self._fence:
             self._fence, self._found = meeting.fence, {}
-        own = NodeTimes(meeting.fence, self._window, tuple(round(one, 6) for one in seconds if one >= 0.0)[:MOST_WORKERS])
+        own = NodeTimes(meeting.fence, self._window, tuple(float(f"{one:.6g}") for one in seconds if one >= 0.0)[:MOST_WORKERS])
         self._thread = start_thread("step-times", self._run, meeting, own)
 
     def _run(self, meeting: Meeting, own: NodeTimes) -> None:
-        with suppress(StoreError, StartError), closing(NodeReports(meeting, TOPIC)) as reports:
+        with suppress(StoreError, StartError), closing(NodeReports(meeting, self._topic)) as reports:
             reports.write(meeting.node_rank, own)
             if meeting.node_rank == 0:
                 self._judge(reports, own)

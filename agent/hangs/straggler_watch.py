@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from elastirun import clock
-from elastirun.agent.hangs.job_median import JobTimes
+from elastirun.agent.hangs.job_median import WORK, JobTimes
 from elastirun.agent.hangs.stragglers import WINDOW, Straggler, Stragglers
 from elastirun.agent.observe import events
 from elastirun.agent.observe.progress_pages import ProgressPages
@@ -34,7 +34,8 @@ class StragglerWatch(Part):
         self.named: list[int] = []  # ranks of workers that were named in this round
         self._workers, self._pages, self._meeting = workers, pages, meeting
         self._write, self._say = write, say
-        self._rates, self._stragglers, self._job_times = StepRates(), Stragglers(), JobTimes()
+        self._rates, self._stragglers = StepRates(), Stragglers()
+        self._job_times = {False: JobTimes(), True: JobTimes(WORK)}  # by ``Stragglers.by_work``
         self._round: NodeRound | None = None
         self._compare_at = math.inf  # on ``elastirun.clock``; infinity: no workers run
 
@@ -61,10 +62,10 @@ class StragglerWatch(Part):
         if now >= self._compare_at and self._round is not None:
             self._compare_at = now + WINDOW
             meeting = None if self._round.alone else self._meeting(self._round)
-            median = self._job_times.median(meeting.fence) if meeting else None
+            median = self._job_times[self._stragglers.by_work].median(meeting.fence) if meeting else None  # as in the window before
             found = self._stragglers.look(self._pages.of(self._workers.processes), median)
             if meeting and self._stragglers.alone:
-                self._job_times.share(meeting, self._stragglers.alone)
+                self._job_times[self._stragglers.by_work].share(meeting, self._stragglers.alone)
             for one in found:
                 self._name(one)
         return self._compare_at

@@ -3,7 +3,8 @@
 The data-parallel module of ``elastirun.train`` writes both times to the progress page. With every reduction the ranks tell each other how
 long they have computed, so the median is that of the whole job. Under torch's own module a worker only knows its own time, in some of its
 steps (``elastirun.worker.optimizer_steps``). Then the agents share the times of their workers (``job_median.py``); as long as no median of
-the job is known, it is that of the workers on this node.
+the job is known, it is that of the workers on this node. Where batches vary in length, a worker is judged by its time for a unit of work:
+the module of ``elastirun.train`` tells the time of the median rank for the work of this one; under torch's own the script tells the work.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from elastirun.worker.progress_page import NS, Page
+from elastirun.worker.progress_page import NS, PARTS, Page
 
 FACTOR = 1.5  # times the median
 WINDOW = 20.0  # seconds over which times are compared
@@ -48,7 +49,8 @@ class Median:
 class Stragglers:
     """Compares the workers of one round after the other.
 
-    ``slow``: the stragglers of the last window, by local rank. ``alone``: the seconds of the workers that do not know the job's median.
+    ``slow``: the stragglers of the last window, by local rank. ``alone``: the seconds of the workers that do not know the job's median,
+    of each for a step, or for a unit of work (``by_work``), if all of them tell that.
     """
 
     def __init__(self) -> None:
@@ -58,6 +60,7 @@ class Stragglers:
         """Forget the workers of the last round."""
         self.slow: dict[int, Straggler] = {}
         self.alone: tuple[float, ...] = ()
+        self.by_work = False
         self._named: set[int] = set()  # local ranks that ``look`` has returned
         self._before: dict[int, Page] = {}
         self._windows: dict[int, int] = {}  # by local rank: windows in a row in which the worker was slow
@@ -65,14 +68,18 @@ class Stragglers:
     def look(self, pages: Mapping[int, Page], job: Median | None) -> list[Straggler]:
         """Take a sample, ``WINDOW`` after the last one. Return the workers that are now found to be stragglers, each once in a round.
 
-        ``job``: of the ranks of all nodes whose workers do not know it; None: not known.
+        ``job``: of the ranks of all nodes whose workers do not know it, for a step or for a unit of work as ``alone``; None: not known.
         """
         taken = {local_rank: time for local_rank, page in pages.items() if (time := step_time(self._before.get(local_rank), page))}
-        self.alone = tuple(time.seconds for time in taken.values() if time.median is None)
+        alone = [time for time in taken.values() if time.median is None]
+        self.by_work = bool(alone) and all(time.work > 0 for time in alone)
+        self.alone = tuple(time.seconds / (time.work if self.by_work else 1) for time in alone)
         here = Median.of(self.alone)
         of_job = job is not None and job.ranks > here.ranks
         usual = job if job is not None and of_job else here
-        found = [compare(local_rank, time, usual, of_job) for local_rank, time in taken.items()]
+        found = [
+            compare(local_rank, time, usual.seconds * (time.work if self.by_work else 1), of_job) for local_rank, time in taken.items()
+        ]
         self._before = dict(pages)
         self._windows = {one.local_rank: self._windows.get(one.local_rank, 0) + 1 for one in found if one}
         self.slow = {one.local_rank: one for one in found if one and self._windows[one.local_rank] >= LASTING}
@@ -87,6 +94,7 @@ class StepTime:
 
     seconds: float
     median: float | None
+    work: float = 0.0  # units in a step; 0: the worker does not tell
 
 
 def step_time(before: Page | None, page: Page) -> StepTime | None:
@@ -95,13 +103,17 @@ def step_time(before: Page | None, page: Page) -> StepTime | None:
         return None
     busy, steps, samples = page.busy - before.busy, page.steps - before.steps, page.sampled - before.sampled
     if page.sampled:
-        return StepTime(busy / (samples * NS), None) if samples >= LEAST_SAMPLES else None
+        work = max(0, page.work - before.work) / (max(1, steps) * PARTS)
+        return StepTime(busy / (samples * NS), None, work) if samples >= LEAST_SAMPLES else None
     return StepTime(busy / (steps * NS), (page.median - before.median) / (steps * NS)) if steps >= LEAST_STEPS else None
 
 
-def compare(local_rank: int, time: StepTime, usual: Median, of_job: bool) -> Straggler | None:
-    """Return the worker if it was slow. ``usual``: of the workers that do not know the median; ``of_job``: it is that of all nodes."""
-    seconds, median = time.seconds, usual.seconds if time.median is None else time.median
+def compare(local_rank: int, time: StepTime, usual: float, of_job: bool) -> Straggler | None:
+    """Return the worker if it was slow.
+
+    ``usual``: seconds of the median of the workers that do not know it, for as much work; ``of_job``: it is that of all nodes.
+    """
+    seconds, median = time.seconds, usual if time.median is None else time.median
     if median < LEAST_SECONDS or seconds < FACTOR * median:
         return None
     return Straggler(local_rank, round(seconds / median, 2), round(seconds, 6), round(median, 6), of_job or time.median is not None)

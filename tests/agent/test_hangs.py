@@ -60,8 +60,8 @@ def page(steps: int, stamped: float = 0.0, longest: float = 0.0, within: float =
 
 
 def test_only_a_page_of_this_version_is_read() -> None:
-    numbers = struct.pack("<15Q", 7, 60, 3, 5, 4, 0, *range(1, 10))
-    assert Page.parse(MAGIC + numbers + b"more") == Page(7, 60, 3, 5, 4, 0, *range(1, 10))
+    numbers = struct.pack("<16Q", 7, 60, 3, 5, 4, 0, *range(1, 11))
+    assert Page.parse(MAGIC + numbers + b"more") == Page(7, 60, 3, 5, 4, 0, *range(1, 11))
     assert Page.parse(b"elastpg2" + numbers) is None
     assert Page.parse((MAGIC + numbers)[:-1]) is None and Page.parse(b"") is None
 
@@ -453,7 +453,8 @@ def test_a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes(
         return Page(1, 0, 100 * samples, 0, 0, 0, busy=samples * NS // 4, sampled=samples)
 
     watched, shared = Compared(worker(), read, alone), []
-    watched.watch._job_times = cast(Any, SimpleNamespace(median=lambda fence: Median(0.1, 2), share=lambda *what: shared.append(what)))
+    times = cast(Any, SimpleNamespace(median=lambda fence: Median(0.1, 2), share=lambda *what: shared.append(what)))
+    watched.watch._job_times = {False: times}
     watched.run(81)
     took = "it computes for 0.25 s a step, the median rank 0.1 s"
     assert watched.said == ([] if alone else [f"rank 7 (local rank 0, CPU) is a straggler: {took}"])
