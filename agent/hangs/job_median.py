@@ -26,7 +26,7 @@ LASTS = 3  # windows of this node: what has not changed for so long is of a node
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """For how many seconds each worker of one node computes in a step, or for a unit of work. ``window``: so that each is another record."""
+    """For how many seconds each worker of one node computes in a step, or for a unit of work. ``window``: so that records differ."""
 
     fence: str
     window: int
