@@ -24,6 +24,7 @@ from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.hangs import watch as hang_watch
 from elastirun.agent.hangs.causes import BEHIND, main_stack
 from elastirun.agent.hangs.detection import AUTO, HangDetector
+from elastirun.agent.hangs.job_median import JobTimes
 from elastirun.agent.hangs.reports import SharedVerdict
 from elastirun.agent.hangs.straggler_watch import StragglerWatch
 from elastirun.agent.hangs.stragglers import Median
@@ -36,7 +37,7 @@ from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.progress import EXIT_LIMIT
 from elastirun.rendezvous.wire.records import Blame, ExitRecord, Member, RoundRecord
-from elastirun.worker.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
+from elastirun.worker.progress_page import FOREVER, MAGIC, NS, PARTS, VARIABLE, Page
 from tests.support.cluster import PATIENCE
 from tests.support.until import until
 
@@ -459,6 +460,29 @@ def test_a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes(
     took = "it computes for 0.25 s a step, the median rank 0.1 s"
     assert watched.said == ([] if alone else [f"rank 7 (local rank 0, CPU) is a straggler: {took}"])
     assert shared == ([] if alone else [(MEETING, (0.25,))] * 3)
+
+
+@pytest.mark.parametrize("usual", [0.0027, 0.0024])  # seconds for a unit of work
+def test_a_worker_that_tells_its_work_is_compared_by_its_time_for_a_unit_of_it(worker: Any, usual: float) -> None:
+    looks = iter(range(10, 60, 10))
+
+    def read(local_rank: int) -> Any:
+        samples = next(looks)
+        return Page(1, 0, 100 * samples, 0, 0, 0, busy=samples * NS // 4, sampled=samples, work=100 * samples * 64 * PARTS)
+
+    watched, shared = Compared(worker(), read, alone=False), []
+    times = cast(Any, SimpleNamespace(median=lambda fence: Median(usual, 2), share=lambda *what: shared.append(what)))
+    watched.watch._job_times = {False: JobTimes(), True: times}
+    watched.run(101)
+    took = "it computes for 0.25 s a step, the median rank 0.154 s"
+    assert watched.said == ([] if usual == 0.0027 else [f"rank 7 (local rank 0, CPU) is a straggler: {took}"])
+    assert shared == [(MEETING, (0.25 / 64,))] * 4
+
+
+def test_a_worker_tells_the_work_in_its_steps(worker: Any, pages: ProgressPages) -> None:
+    worker(script=WORKER.replace("progress(within)", "progress(work=2.5); progress(); progress(work=10**15); progress(work=True)"))
+    found = pages.read(0)
+    assert found and (found.steps, found.work) == (8, 2 * (10**15 + 3) * PARTS + 1000)
 
 
 def test_off_or_stopped_nothing_is_watched(worker: Any, pages: ProgressPages) -> None:

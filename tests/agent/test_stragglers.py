@@ -8,7 +8,7 @@ import pytest
 
 from elastirun.agent.hangs.straggler_watch import device_of
 from elastirun.agent.hangs.stragglers import LASTING, LEAST_SAMPLES, LEAST_STEPS, Median, Straggler, Stragglers
-from elastirun.worker.progress_page import NS, Page
+from elastirun.worker.progress_page import NS, PARTS, Page
 
 
 class Round:
@@ -106,6 +106,32 @@ def test_workers_that_tell_of_some_steps_are_compared_with_the_median_of_more_ra
     assert sampled(two, Median(0.01, 2))[-1] == {1: Straggler(1, 2.0, 0.2, 0.1, of_job=False)}
     assert sampled(two, Median(0.19, 3))[-1] == {}
     assert sampled(two, Median(0.0, 3))[-1] == {}
+
+
+def judged(times: Sequence[tuple[float, float]], job: Median | None = None) -> tuple[dict[int, Straggler], tuple[float, ...]]:
+    """Return the stragglers in the end among workers with so many seconds and units of work a step, and the times that they share."""
+    stragglers = Stragglers()
+    for window in range(LASTING + 1):
+        pages = {}
+        for rank, (seconds, work) in enumerate(times):
+            steps, samples = 100 * window, 10 * window + 1
+            pages[rank] = Page(
+                1, 0, steps, 0, 0, 0, busy=int(samples * seconds * NS), sampled=samples, work=int((7000 + steps * work) * PARTS % 2**64)
+            )
+        stragglers.look(pages, job)
+    return stragglers.slow, tuple(round(one, 9) for one in stragglers.alone)
+
+
+def test_workers_that_tell_their_work_are_compared_by_their_time_for_a_unit_of_it() -> None:
+    longer = [(0.1, 1000.0), (0.11, 1100.0), (0.3, 3000.0), (0.1, 1000.0)]
+    assert judged(longer) == ({}, (0.0001,) * 4)
+    assert set(judged([(seconds, 0.0) for seconds, _ in longer])[0]) == {2}, "whoever does not tell is judged by its steps"
+    assert judged([*longer[:3], (0.1, 0.0)]) == judged([(seconds, 0.0) for seconds, _ in longer]), "as long as one does not tell"
+    less = [(0.1, 1000.0), (0.1, 1000.0), (0.1, 1000.0), (0.1, 500.0)]
+    assert judged(less)[0] == {3: Straggler(3, 2.0, 0.1, 0.05, of_job=False)}, "as long for half of the work"
+    assert judged(less[3:], Median(0.0001, 9))[0] == {0: Straggler(0, 2.0, 0.1, 0.05)}
+    assert judged(less[2:3], Median(0.0001, 9))[0] == {}
+    assert judged([(0.0009, 1000.0), (0.0009, 500.0)])[0] == {}, "too little to say anything"
 
 
 def test_a_worker_that_knows_the_median_of_the_job_has_no_other() -> None:
