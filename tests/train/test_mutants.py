@@ -17,6 +17,7 @@ quoted = mutants_in("elastirun/train", "tests/train")
 of_steps = named_in("elastirun", "tests/train")
 MEAN = "a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches"
 AUGMENTED = "augmentations_are_the_same_whatever_the_world_and_the_workers"
+BALANCED = "a_slow_rank_gets_less_and_the_training_is_the_same_also_resumed_at_another_world_size"
 BITS = "the_same_bits_at_any_number_of_ranks"
 REFUSED = "what_would_depend_on_the_number_of_ranks_is_refused"
 SHARDS = "each_sample_once_whatever_becomes_of_the_world[3-64]"
@@ -906,9 +907,39 @@ MUTANTS = (
     ),
     # the data
     mutant(
+        "other shares hold from a step that no loader has cut in advance",
+        *("data.balance:Balance.decide", instead_of("max", "0")),
+        seen_by="balance::a_change_holds_from_a_step_that_no_loader_has_cut_yet",
+    ),
+    mutant(
+        "shares change only where a step becomes much shorter",
+        *("data.balance:rebalance", instead_of("WORTH", "0.0")),
+        seen_by="balance::shares_change_only_where_a_step_becomes_much_shorter[paces5-before5-expected5]",
+    ),
+    mutant(
+        "a rank that is much too slow has a quarter of an even share",
+        *("data.balance:apportion", instead_of("LEAST", "0.0")),
+        seen_by="balance::shares_change_only_where_a_step_becomes_much_shorter[paces6-before6-expected6]",
+    ),
+    mutant(
+        "a resumed loader deals by the shares in the checkpoint",
+        *("data.loader:ElasticDataLoader.load_state_dict", without("self.balance.load_state_dict")),
+        seen_by=f"balance::{BALANCED}",
+    ),
+    mutant(
+        "the wait for the gradients of the others is not a rank's own time",
+        *("data.steps:accumulate", instead_of("ddp._reducer.last.times.exposed", "0.0")),
+        seen_by="balance::a_slow_rank_costs_less_time_than_with_an_even_split",
+    ),
+    mutant(
+        "a rank is judged by its time for the work in its batches",
+        *("reduction.step_times:usual_seconds", returns("[median(seconds)] * len(work)")),
+        seen_by="more::who_computes_much_longer_than_the_median_is_named",
+    ),
+    mutant(
         "an iteration begins where the last one ended",
         "data.loader:_Shares.__iter__",
-        gets("indices", "_indices(order, 0, loader.sizes(), loader._cut)"),
+        gets("indices", "_indices(order, 0, steps, self.cut)"),
         seen_by="data::what_is_loaded_in_advance_does_not_count[2]",
     ),
     quoted(

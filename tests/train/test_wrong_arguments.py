@@ -171,6 +171,7 @@ WRONG: dict[str, tuple[str, Callable[[], Any]]] = {
     "live torch": ("model is torch's DistributedDataParallel: give model=elastirun.train.Dist", lambda: live(model=torchs())),
     "live shards": (r"data is an ElasticShards: give data=elastirun.train.ElasticDataLoader\(", lambda: live(data=shards())),
     "no data": ("a state without data: give data=", lambda: live(data=None)),
+    "a balance": ("shares the data evenly in each world: leave balance=True out", lambda: live(data=data(balance=True))),
     "two loaders": ("needs a state with one ElasticDataLoader, this one has 2", lambda: live(more=data())),
     "a checkpointer": (r"not a Checkpointer: give a function, such as lambda: Checkpointer\(", lambda: live(Checkpointer("runs/none"))),
     "no checkpointer": (r"what checkpoints\(\) returns must be a Checkpointer, not None", lambda: live(lambda: None)),

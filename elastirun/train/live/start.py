@@ -91,6 +91,8 @@ def parts_of(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoa
     verify_type(state, TrainState, "state", "TrainState(model=…, optimizer=…, data=…)")
     model = _only_part(state, DistributedDataParallel, "model", "(module)")
     loader = _only_part(state, ElasticDataLoader, "data", "(dataset, global_batch_size)")
+    if loader.balance:
+        raise WrongUse("Elastic shares the data evenly in each world: leave balance=True out of its ElasticDataLoader")
     for name, part in state.items():
         if isinstance(part, ShardedState):
             raise WrongUse(f"a lost rank takes its part of {name!r}, a ShardedOptimizer, along: give Elastic an optimizer that is whole")
