@@ -32,7 +32,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from elastirun.train import DistributedDataParallel, ElasticDataLoader
 seed, seconds, told = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "told"
-GLOBAL, TOKEN = 16, 1e-5  # samples; seconds
+GLOBAL, TOKEN = 16, 2e-5  # samples; seconds
 
 class Texts(torch.utils.data.Dataset):
     def __init__(self):

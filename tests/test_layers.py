@@ -39,6 +39,7 @@ EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "se
 EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.linux", "elastirun.threads")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.threads", "elastirun.__version__", "elastirun.mesh")
 PAGE = "elastirun.worker.progress_page"
+USUAL = "elastirun.worker.usual_time"
 LINUX = "elastirun.linux"
 LIVE = "elastirun.worker.live_messages"
 WORLDS = "elastirun.worker.live_worlds"
@@ -53,7 +54,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.observe.account", (PAGE, "elastirun.agent.observe.node_states"), never=EFFECTS),
     Layer("elastirun.agent.hangs.detection", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.hangs.causes", never=EFFECTS),
-    Layer("elastirun.agent.hangs.stragglers", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.hangs.stragglers", (PAGE, USUAL), never=EFFECTS),
     Layer("elastirun.agent.observe.step_rates", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.failures.strikes", ("elastirun.rendezvous",), never=EFFECTS),
     Layer("elastirun.agent.workers.parking", never=EFFECTS),
@@ -62,7 +63,11 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.observe.tracing", ("elastirun.agent.observe.events", "elastirun.threads"), in_functions=("opentelemetry",)),
     Layer("elastirun.report", ("elastirun.errors", "elastirun.agent.observe.node_states")),
     Layer("elastirun.agent.status.own_agents", ("elastirun.agent", "elastirun.worker.agent_socket")),
-    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, LIVE, LINUX, "psutil", *SHARED), in_functions=("torch",)),
+    Layer(
+        "elastirun.agent",
+        ("elastirun.rendezvous", "elastirun.config", PAGE, USUAL, LIVE, LINUX, "psutil", *SHARED),
+        in_functions=("torch",),
+    ),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),
     Layer("elastirun.checkpoint.export", ("elastirun.checkpoint", "elastirun.errors"), in_functions=("torch", "elastirun.train")),
     Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", LINUX, *ASKING), in_functions=("fsspec",)),
@@ -70,6 +75,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.worker.agent_socket"),
     Layer(LINUX),
     Layer(PAGE, never=EFFECTS),
+    Layer(USUAL, never=EFFECTS),
     Layer(LIVE, never=EFFECTS),
     Layer(WORLDS, never=EFFECTS),
     Layer("elastirun.worker.live_connection", (LIVE, "elastirun.errors", LINUX)),
@@ -77,7 +83,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.worker.optimizer_steps", ("elastirun.progress", PAGE)),
     Layer(
         "elastirun.train",
-        ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.mesh", "elastirun.progress", LINUX, *CONNECTION, *ASKING),
+        ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.mesh", "elastirun.progress", USUAL, LINUX, *CONNECTION, *ASKING),
     ),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.mesh", never=EFFECTS),

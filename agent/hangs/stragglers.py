@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from elastirun.worker.progress_page import NS, PARTS, Page
+from elastirun.worker.usual_time import usual_time
 
 FACTOR = 1.5  # times the median
 WINDOW = 20.0  # seconds over which times are compared
@@ -77,9 +78,11 @@ class Stragglers:
         here = Median.of(self.alone)
         of_job = job is not None and job.ranks > here.ranks
         usual = job if job is not None and of_job else here
-        found = [
-            compare(local_rank, time, usual.seconds * (time.work if self.by_work else 1), of_job) for local_rank, time in taken.items()
-        ]
+        work = median_low([time.work for time in alone]) if self.by_work else 0.0
+        found = []
+        for local_rank, time in taken.items():
+            seconds = usual_time(usual.seconds, work, time.work) if self.by_work else usual.seconds
+            found.append(compare(local_rank, time, seconds, of_job))
         self._before = dict(pages)
         self._windows = {one.local_rank: self._windows.get(one.local_rank, 0) + 1 for one in found if one}
         self.slow = {one.local_rank: one for one in found if one and self._windows[one.local_rank] >= LASTING}

@@ -128,7 +128,8 @@ def test_workers_that_tell_their_work_are_compared_by_their_time_for_a_unit_of_i
     assert set(judged([(seconds, 0.0) for seconds, _ in longer])[0]) == {2}, "whoever does not tell is judged by its steps"
     assert judged([*longer[:3], (0.1, 0.0)]) == judged([(seconds, 0.0) for seconds, _ in longer]), "as long as one does not tell"
     less = [(0.1, 1000.0), (0.1, 1000.0), (0.1, 1000.0), (0.1, 500.0)]
-    assert judged(less)[0] == {3: Straggler(3, 2.0, 0.1, 0.05, of_job=False)}, "as long for half of the work"
+    assert judged(less)[0] == {3: Straggler(3, 1.6, 0.1, 0.0625, of_job=False)}, "as long for half of the work"
+    assert judged([*less[:3], (0.08, 500.0)])[0] == {}, "a part of a step is the same for less work"
     assert judged(less[3:], Median(0.0001, 9))[0] == {0: Straggler(0, 2.0, 0.1, 0.05)}
     assert judged(less[2:3], Median(0.0001, 9))[0] == {}
     assert judged([(0.0009, 1000.0), (0.0009, 500.0)])[0] == {}, "too little to say anything"

@@ -565,6 +565,7 @@ def test_who_computes_much_longer_than_the_median_is_named() -> None:
     assert stragglers((1.0, 1.1, 1.0, 2.5), alike) == {3: 2.5}
     assert stragglers((1.0, 1.5), alike[:2]) == {1: 1.5}
     assert stragglers((1.0, 1.1), alike[:2]) == stragglers((2.0,), alike[:1]) == stragglers((0.0, 0.0), alike[:2]) == {}
-    assert stragglers((1.0, 1.0, 1.0, 1.0), (4.0, 4.0, 4.0, 2.0)) == {3: 2.0}, "as long for half of the work"
+    assert stragglers((1.0, 1.0, 1.0, 1.0), (4.0, 4.0, 4.0, 2.0)) == {3: 1.6}, "as long for half of the work"
+    assert stragglers((1.0, 1.0, 1.0, 0.6), (4.0, 4.0, 4.0, 2.0)) == {}, "a part of a step is the same for less work"
     assert stragglers((1.0, 1.1, 1.0, 2.5), (4.0, 4.0, 4.0, 10.0)) == stragglers((0.1, 0.1), (0.0, 0.0)) == {}
     assert stragglers((1.0, 9.0), (4.0, 0.0)) == {}, "a rank without data"

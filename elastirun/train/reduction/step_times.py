@@ -10,6 +10,7 @@ from elastirun.train.groups.collectives import ranks
 from elastirun.train.reduction.buckets.memory import Bucket
 from elastirun.train.reduction.buckets.planner import Planner
 from elastirun.train.reduction.control_words import Agreement
+from elastirun.worker.usual_time import usual_time
 
 STRAGGLES = 1.2  # a rank that computes for longer than so many times the median is a straggler
 
@@ -36,10 +37,12 @@ def stragglers(seconds: Sequence[float], work: Sequence[float]) -> dict[int, flo
 
 
 def usual_seconds(seconds: Sequence[float], work: Sequence[float]) -> list[float]:
-    """Return, by rank, how long the median rank would have computed for the ``work`` of that rank, judged by its own."""
+    """Return, by rank, how long the median rank would have computed for the ``work`` of that rank; 0 for a rank without data."""
     paces = [s / w for s, w in zip(seconds, work, strict=True) if w > 0]
-    usual = median(paces) if paces else 0.0
-    return [usual * w for w in work]
+    if not paces:
+        return [0.0] * len(work)
+    pace, usual_work = median(paces), median([w for w in work if w > 0])
+    return [usual_time(pace, usual_work, w) if w > 0 else 0.0 for w in work]
 
 
 def median(seconds: Sequence[float]) -> float:
