@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.cluster import Cluster
 
 WINDOWS = 4  # in which nobody is slow; three are enough to name a straggler
@@ -20,6 +22,19 @@ def told(self, pages, job):
     return named
 straggler_watch.Stragglers.look = told
 sys.exit(main())
+"""
+# The windows in which all four workers on the node have told their times. Its workers need no torch.
+ON_ONE_NODE = LAUNCHER.replace("job is not None and job.ranks == 2 and len(self.alone) == 1", "len(self.alone) == 4").replace("0.8", "0.4")
+VARYING = """
+import os, random, sys, time
+from pathlib import Path
+from elastirun.progress import progress, sampled
+rank, chance = int(os.environ["RANK"]), random.Random(f"{sys.argv[1]} {os.environ['RANK']}")
+while True:
+    length = chance.randint(32, 512) * (3 if rank == 1 else 1)
+    time.sleep(0.005)
+    sampled(1e-4 * length)
+    progress(work=None if Path(__file__).with_name("untold").exists() else length)
 """
 # The name of a file beside the script says where which rank is slow.
 TRAIN = """
@@ -82,3 +97,20 @@ def test_the_slow_rank_of_an_unmodified_script_is_named_by_its_agent_once(nodes:
     for agent in agents:
         nodes.ends(agent)
     assert [nodes.out(i).count("is a straggler") for i in (1, 2)] == [1, 1], nodes.everything()
+
+
+@pytest.mark.daily(10)
+@pytest.mark.parametrize("seed", range(10))
+def test_of_batches_that_vary_in_length_nobody_is_named_where_the_workers_tell_the_length(nodes: Cluster, seed: int) -> None:
+    launcher = nodes.tmp_path / "launcher.py"
+    launcher.write_text(ON_ONE_NODE)
+    nodes.script.write_text(VARYING)
+    own = ("--nnodes=1", "--nproc-per-node=4", "--preload=off", "--grace=2", str(nodes.script), str(seed))
+    agent = nodes.launch(1, *own, program=(str(launcher),))
+    nodes.says(1, f"window {WINDOWS + 2} is over")
+    assert "is a straggler" not in nodes.out(1)
+    (nodes.tmp_path / "untold").touch()
+    nodes.says(1, "rank 1 (local rank 1, CPU) is a straggler")
+    agent.terminate()
+    nodes.ends(agent)
+    assert nodes.out(1).count("is a straggler") == 1, nodes.everything()
