@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elastirun.train import DeterministicShards, DistributedDataParallel, ElasticDataLoader, TrainError
-from elastirun.train.data.balance import EVERY, LEAST, Balance, apportion, rebalance
+from elastirun.train.data.balance import EVERY, LEAST, Balance, ShareChange, apportion, rebalance
 from elastirun.train.data.shares import share
 from tests.support.worlds import run
 
@@ -35,7 +36,7 @@ def test_shares_are_whole_and_are_done_at_the_same_time_as_far_as_samples_are_wh
     size, paces = rng.randint(world, 600), [rng.uniform(0.001, 1) ** rng.choice((1, 4)) for _ in range(world)]
     shares, least = apportion(paces, size), max(1, int(LEAST * size / world))
     assert sum(shares) == size and min(shares) >= least, (SEED + turn, paces, size)
-    slowest, pace = max((share * pace, pace) for share, pace in zip(shares, paces, strict=True) if share > least or world == 1)
+    slowest = max((share * pace for share, pace in zip(shares, paces, strict=True) if share > least), default=0.0)
     # A sample of the last rank to be ready would make any other rank later still.
     assert all((share + 1) * other >= slowest * (1 - 1e-9) for share, other in zip(shares, paces, strict=True)), (SEED + turn, paces, size)
 
@@ -77,8 +78,11 @@ def test_a_change_holds_from_a_step_that_no_loader_has_cut_yet() -> None:
     for step in range(EVERY):
         one.finish(step)
         one.measure(1.0, 8)
-    assert one.due and one.told == [125_000_000_000, 4]
-    one.decide([one.told, [250_000_000_000, 6]], 30)
+    slower = Balance(2, ahead=6)
+    for _ in range(EVERY):
+        slower.measure(2.0, 8)
+    assert one.due and one.told[1] == 4
+    one.decide([one.told, slower.told], 30)
     first = EVERY + 6 + 2
     assert [one.weights_at(step) for step in (EVERY, first - 1, first)] == [(1, 1), (1, 1), (20, 10)] and not one.due
     other = Balance(2, ahead=0)
@@ -252,6 +256,31 @@ def wrong_uses(rank: int, world: int) -> list[str]:
             wrong()
         said.append(str(error.value))
     return said
+
+
+def of_two_replicas(rank: int, world: int) -> str:
+    """Return what is said where two ranks hold one replica each of two that nobody else has."""
+    groups = [dist.new_group([one]) for one in range(world)]
+    ddp = DistributedDataParallel(nn.Linear(3, 1), process_group=groups[rank])
+    with pytest.raises(TrainError) as error:
+        next(ElasticDataLoader(Points(), 4, balance=True, rank=0, world_size=1).steps(ddp))
+    return str(error.value)
+
+
+def test_ranks_that_share_a_replica_do_not_decide_apart() -> None:
+    assert all("needs a replica on each rank" in said for said in run(2, of_two_replicas))
+
+
+@pytest.mark.parametrize("unit", [1e-15, 1.0, 1e15])
+def test_the_unit_of_work_is_any(unit: float) -> None:
+    ranks = [Balance(2, 0), Balance(2, 0)]
+    for rank, one in enumerate(ranks):
+        for step in range(EVERY):
+            one.finish(step)
+            one.measure(1.0 + rank, 8 * unit)
+    for one in ranks:
+        one.decide([other.told for other in ranks], 30)
+        assert one.change == ShareChange(EVERY + 2, (20, 10))
 
 
 def test_wrong_use_is_one_clear_error() -> None:

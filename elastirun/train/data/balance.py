@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from elastirun.train.data.shares import share
 from elastirun.train.errors import TrainError
 
 EVERY = 20  # steps from one decision to the next: the median of so many steps hardly moves by chance
@@ -16,7 +18,7 @@ ENOUGH = EVERY // 2  # measured steps of a rank: with fewer, as after a restart,
 LEAST = 0.25  # of an even share: a rank that is slower than that is broken, and the others shall not do all of its work
 WORTH = 0.1  # of the time of a step, which other shares have to save: ranks that are alike keep an even split
 NEAR = 0.05  # an even split is preferred to shares that would make a step shorter by less than this part
-PICO = 1_000_000_000_000  # ranks tell each other their paces in whole picoseconds
+_FLOAT, _WHOLE = struct.Struct("<d"), struct.Struct("<q")  # ranks tell each other paces as whole numbers with the bits of a float
 
 
 def apportion(paces: Sequence[float], size: int) -> tuple[int, ...]:
@@ -33,8 +35,12 @@ def apportion(paces: Sequence[float], size: int) -> tuple[int, ...]:
             break
         free, rest = kept, rest - least * (len(free) - len(kept))
     shares = [int(rest / paces[rank] / speed) if rank in free else least for rank in everyone]
+    next_ready = [((shares[rank] + 1) * paces[rank], rank) for rank in free]  # when a rank would be ready with a sample more
+    heapify(next_ready)
     for _ in range(size - sum(shares)):
-        shares[min(free, key=lambda rank: (shares[rank] + 1) * paces[rank])] += 1
+        rank = next_ready[0][1]
+        shares[rank] += 1
+        heapreplace(next_ready, ((shares[rank] + 1) * paces[rank], rank))
     return tuple(shares)
 
 
@@ -47,7 +53,9 @@ def rebalance(paces: Sequence[float], size: int, weights: Sequence[int]) -> tupl
         return tuple(weights)
 
     def seconds(by: Sequence[int]) -> float:
-        return max(len(share(size, rank, len(by), by)) * pace for rank, pace in enumerate(paces))
+        total = sum(by)
+        cuts = [before * size // total for before in accumulate(by, initial=0)]  # as ``share`` has them
+        return max((stop - start) * pace for start, stop, pace in zip(cuts, cuts[1:], paces, strict=False))
 
     even, found = (1,) * len(paces), apportion(paces, size)
     best = even if seconds(even) * (1 - NEAR) <= seconds(found) else found
@@ -99,11 +107,13 @@ class Balance:
     @property
     def told(self) -> list[int]:
         """Return the numbers that this rank tells the others for a decision."""
-        return [int(median(self._paces) * PICO) if len(self._paces) >= ENOUGH else 0, self._ahead]
+        pace = median(self._paces) if len(self._paces) >= ENOUGH else 0.0
+        return [*_WHOLE.unpack(_FLOAT.pack(pace)), self._ahead]
 
     def decide(self, told: Sequence[Sequence[int]], size: int) -> None:
         """Decide about the weights for global batches of ``size`` samples. ``told``: by all ranks."""
-        weights = rebalance([pace / PICO for pace, _ in told], size, self.weights)
+        paces = [_FLOAT.unpack(_WHOLE.pack(pace))[0] for pace, _ in told]
+        weights = rebalance(paces, size, self.weights)
         if weights != self.weights:
             # What is cut in advance stays as it is. A step has a part or more, but for the last one of an epoch.
             self.change = ShareChange(self.step + max(ahead for _, ahead in told) + 2, weights)

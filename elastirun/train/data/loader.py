@@ -194,6 +194,8 @@ class ElasticDataLoader:
                 "balance=True needs a DistributedDataParallel of elastirun on CPUs: the times of a GPU are not measured, and "
                 "DeterministicShards has shards of a fixed size"
             )
+        if balance and self.world_size != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise WrongUse("balance=True needs a replica on each rank: ranks that share one would decide about its samples apart")
         for size, sizes, batches in self._global_batches(ddp.parts if isinstance(ddp, DeterministicShards) else self._micro_batches):
             before, number = self.consumed, balance.step if balance else 0
 
