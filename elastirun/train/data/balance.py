@@ -26,15 +26,17 @@ def apportion(paces: Sequence[float], size: int) -> tuple[int, ...]:
 
     ``paces``: seconds for a sample, above 0, by rank. ``size``: samples of the global batch, at least one for each rank.
     """
-    least, everyone = max(1, int(LEAST * size / len(paces))), range(len(paces))
-    free, rest, speed = list(everyone), size, 0.0
+    least = max(1, int(LEAST * size / len(paces)))
+    free, rest, speed = list(range(len(paces))), size, 0.0
     while True:  # ends: of the ranks that are left, some get the mean or more
         speed = sum(1 / paces[rank] for rank in free)
         kept = [rank for rank in free if rest / paces[rank] >= least * speed]
         if len(kept) == len(free):
             break
         free, rest = kept, rest - least * (len(free) - len(kept))
-    shares = [int(rest / paces[rank] / speed) if rank in free else least for rank in everyone]
+    shares = [least] * len(paces)
+    for rank in free:
+        shares[rank] = int(rest / paces[rank] / speed)
     next_ready = [((shares[rank] + 1) * paces[rank], rank) for rank in free]  # when a rank would be ready with a sample more
     heapify(next_ready)
     for _ in range(size - sum(shares)):
