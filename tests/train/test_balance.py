@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import random
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.support.worlds import run
 
 SEED = random.randrange(1 << 32)
 GLOBAL, LENGTH, SLOW = 28, 28 * 70 + 5, 3
-SAMPLE = 0.002  # seconds for a sample on a rank that is not slow, where time is measured
+SAMPLE = 0.004  # seconds for a sample on a rank that is not slow, where time is measured
 EVEN, BALANCED = (7, 7, 7, 7), (8, 8, 8, 4)  # where rank 3 takes twice as long
 
 
@@ -146,7 +147,7 @@ def train(
         model.load_state_dict(torch.load(io.BytesIO(state["model"])))
         optimizer.load_state_dict(torch.load(io.BytesIO(state["optimizer"])))
     seen: list[list[int]] = []
-    found: dict[str, Any] = {"seen": seen, "sizes": []}
+    found: dict[str, Any] = {"seen": seen, "sizes": [], "seconds": [], "stragglers": []}
     begun = time.monotonic()
     while len(seen) < steps:
         for step in loader.steps(ddp):
@@ -157,10 +158,11 @@ def train(
                 ddp(batch[:, :3]).pow(2).mean().backward()
             optimizer.step()
             found["sizes"].append(step.samples)
-            found["stragglers"] = sorted(ddp.stats()["stragglers"])
+            found["stragglers"].append(sorted(ddp.stats()["stragglers"]))
+            found["seconds"].append(time.monotonic() - begun)
+            begun = time.monotonic()
             if len(seen) == steps:
                 break
-    found["seconds"] = time.monotonic() - begun
     found["weights"] = [value for param in model.parameters() for value in param.flatten().tolist()]
     found["state"] = {"data": json.loads(json.dumps(loader.state_dict())), "model": saved(model), "optimizer": saved(optimizer)}
     return found
@@ -195,9 +197,9 @@ def test_a_slow_rank_gets_less_and_the_training_is_the_same_also_resumed_at_anot
 
 def test_each_sample_once_where_batches_are_loaded_in_advance() -> None:
     (alone,) = run(1, train, {}, None, None, 75)  # the epoch has 71 steps, the last one of 5 samples
-    ranks = run(4, train, {"balance": True, "num_workers": 2}, SLOW, None, 75)
+    ranks = run(2, train, {"balance": True, "num_workers": 2}, 1, None, 75)
     assert order(ranks) == order([alone])
-    assert list(zip(*(rank["sizes"] for rank in ranks), strict=True))[EVERY : EVERY + 7] == [EVEN] * 6 + [BALANCED]
+    assert list(zip(*(rank["sizes"] for rank in ranks), strict=True))[EVERY : EVERY + 7] == [(14, 14)] * 6 + [(19, 9)]
 
 
 def test_ranks_that_are_alike_keep_an_even_split() -> None:
@@ -207,11 +209,11 @@ def test_ranks_that_are_alike_keep_an_even_split() -> None:
 
 def test_a_slow_rank_costs_less_time_than_with_an_even_split() -> None:
     """``benchmarks.balance`` measures that 60 % of the lost time are won back; here other tests may keep the machine busy."""
-    steps = 5 * EVERY
-    even, balanced = (run(4, train, {"balance": on}, SLOW, None, steps, True) for on in (False, True))
-    seconds = [ranks[0]["seconds"] for ranks in (even, balanced)]
-    assert seconds[0] - seconds[1] > steps * SAMPLE * GLOBAL / 4 / 3, (seconds, [rank["sizes"][-1] for rank in balanced])
-    assert [ranks[0]["stragglers"] for ranks in (even, balanced)] == [[SLOW]] * 2, "judged by its samples it is a straggler still"
+    ranks = run(4, train, {"balance": True}, SLOW, None, 3 * EVERY, True)
+    seconds, named = ranks[0]["seconds"], [SLOW in step for step in ranks[0]["stragglers"]]
+    even, balanced = median(seconds[:EVERY]), median(seconds[-EVERY:])
+    assert balanced < 0.85 * even, (seconds, [rank["sizes"] for rank in ranks])
+    assert sum(named[-EVERY:]) > EVERY / 2, "judged by its samples it is a straggler still"
 
 
 def told_work(rank: int, world: int) -> list[Any]:
@@ -221,11 +223,11 @@ def told_work(rank: int, world: int) -> list[Any]:
     found = []
     for work in (None, lambda batch: len(batch) * (rank + 1)):
         loader = ElasticDataLoader(Points(), GLOBAL, work=work)
-        model.seconds = 4 * SAMPLE * (rank + 1)
+        model.seconds = 2 * SAMPLE * (rank + 1)
         for number, step in enumerate(loader.steps(ddp)):
             for batch in step:
                 ddp(batch[:, :3]).sum().backward()
-            if number == 5:
+            if number == 2:
                 break
         found.append((ddp.agreement.work, sorted(ddp.stats()["stragglers"])))
     return found
@@ -233,8 +235,8 @@ def told_work(rank: int, world: int) -> list[Any]:
 
 def test_a_rank_is_judged_by_the_work_in_its_batches() -> None:
     plain, told = run(4, told_work)[0]
-    assert plain == ((7.0, 7.0, 7.0, 7.0), [2, 3])
-    assert told == ((7.0, 14.0, 21.0, 28.0), [])
+    assert plain[0] == (7.0, 7.0, 7.0, 7.0) and {2, 3} <= {*plain[1]}
+    assert told[0] == (7.0, 14.0, 21.0, 28.0) and not {2, 3} & {*told[1]}
 
 
 # -- wrong use ----------------------------------------------------------------------------------------------------------------
