@@ -307,7 +307,7 @@ class _Shares:
 
     def __init__(self, loader: ElasticDataLoader) -> None:
         self._loader = loader
-        self.cut: Callable[[int, int], list[range]] = loader._whole  # the samples of a step's size and number, into this rank's parts
+        self.cut: Callable[[int, int], list[range]] = loader._whole  # this rank's parts, by the batch's size and step
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader = self._loader  # read now: the position moves on before the first batch is asked for, if this rank has no part of it

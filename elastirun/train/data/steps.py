@@ -86,9 +86,13 @@ def accumulate(
 
 def _verified(work: Any) -> float:
     """Return the work in a batch. Raises WrongUse if it is no number, or below 0."""
-    if not (hasattr(work, "__float__") and 0 <= float(work) < float("inf")):
+    try:
+        number = float(work)
+    except (TypeError, ValueError, RuntimeError):  # such as a tensor of several numbers
+        number = -1.0
+    if not 0 <= number < float("inf"):
         raise WrongUse(f"work must return a number for a batch, 0 or more, not {shown(work)}")
-    return float(work)
+    return number
 
 
 def _weigh(ddp: DistributedDataParallel, factor: float) -> None:
