@@ -14,7 +14,7 @@ from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.peers.ranks import choose, member
 from elastirun.rendezvous.peers.seats import Seats, assign
 from elastirun.rendezvous.peers.view import View
-from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, keeps_state, pause_before, why_held
+from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, keeps_state, most_nodes, pause_before, why_held
 from elastirun.rendezvous.updates import break_up, count_failure, count_loss
 from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.codec import clip
@@ -65,7 +65,7 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
     if causes and (why := _why_final(rules, view, record, causes[0])):
         return _give_up(record, causes, why)
     ready, held = _admit(rules, view, record, view.candidates())
-    seats = take_seats(rules, record, ready)
+    seats = _scaled_seats(rules, view, record, ready)
     rows = {row.id: row for row in ready}
     chosen = [rows[m.id] for m in seats.members]
     here = ready if rules.mesh else chosen  # with a mesh some of those that are here may have no seat
@@ -95,11 +95,45 @@ def form(rules: Rules, view: View, settled_since: float, over_since: float, redi
     return Forming(following, following.reason, leader=chosen[0].id)
 
 
-def take_seats(rules: Rules, record: RoundRecord, ready: Sequence[NodeRow]) -> Seats:
-    """Return the members of the round after that of ``record``, if the nodes of ``ready`` were to form it."""
+def take_seats(rules: Rules, record: RoundRecord, ready: Sequence[NodeRow], limit: int = 0) -> Seats:
+    """Return the members of the round after that of ``record``, if the nodes of ``ready`` were to form it.
+
+    ``limit``: the most members; 0: as many as the job is to have.
+    """
+    limit = limit or most_nodes(rules, record)
     if rules.mesh is not None:
-        return assign(rules.mesh, record.members, ready, rules.max_nodes)
-    return Seats(tuple(member(row) for row in choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)))
+        return assign(rules.mesh, record.members, ready, limit)
+    return Seats(tuple(member(row) for row in choose(record.members, ready, limit, rules.fixed_ranks)))
+
+
+def _scaled_seats(rules: Rules, view: View, record: RoundRecord, ready: Sequence[NodeRow]) -> Seats:
+    """Return the members of the next round: no more than ``elastirun scale`` wants, unless those are too few to go on.
+
+    Half of the last round's members, with the store's host, may always go on without the others; so a job is halved again and again.
+    """
+    seats = take_seats(rules, record, ready)
+    for limit in ((len(record.members) + 1) // 2, rules.max_nodes) if record.wanted else ():
+        enough = len(seats.members) >= max(1, rules.min_nodes)
+        if enough and _without_quorum(rules, view, frozenset(m.id for m in seats.members)) is None:
+            break
+        if limit > len(seats.members):
+            seats = take_seats(rules, record, ready, limit)
+    return seats
+
+
+def scale_down(rules: Rules, record: RoundRecord, by: str, ran: float) -> RoundRecord | None:
+    """Return the record with its round broken because it has more members than ``elastirun scale`` wants; None: it has not.
+
+    A round that cannot be smaller goes on: its mesh has no replica on fewer nodes.
+    """
+    most = most_nodes(rules, record)
+    if not record.open or len(record.members) <= most:
+        return None
+    rows = [NodeRow(m.id, m.name, m.address, m.port, m.slots, m.role, hosts=m.id == record.host) for m in record.members]
+    limits = (most, (len(record.members) + 1) // 2)
+    if rules.mesh and not any(rules.min_nodes <= len(take_seats(rules, record, rows, limit).members) < len(rows) for limit in limits):
+        return None
+    return break_up(record, Cause.JOIN, f"the job is scaled to {most} node{'s' * (most != 1)}", by, ran)
 
 
 def _too_early(
@@ -113,8 +147,9 @@ def _too_early(
         reason = f"this job has moved to {place.address}, where nobody answers; a new run begins after {rules.longest_alone:.0f} s of that"
         return Forming(None, reason, check_again=redirected_since + rules.longest_alone, news=True)
     until = settled_since + rules.last_call
-    if len(here) < rules.max_nodes and now < until:
-        reason = f"{len(here)} of at most {rules.max_nodes} nodes joined ({names(here)}); last call for more"
+    most = most_nodes(rules, view.record)
+    if len(here) < most and now < until:
+        reason = f"{len(here)} of at most {most} nodes joined ({names(here)}); last call for more"
         return Forming(None, reason, check_again=until)
     until = over_since + LOOK_BACK
     if rules.succession and others_could_run and now < until:
@@ -148,16 +183,17 @@ def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], be
     if held_by is not None and view.now >= began + rules.replacement:
         place = f"--node-rank={own.node_rank} is held by {names([held_by])} in round {record.round}"
         return Forming(None, f"{place}; give each node its own", excluded=True)
-    if len(record.members) >= rules.max_nodes and not own.hosts:
-        return Forming(None, f"round {record.round} has its {rules.max_nodes} nodes; this node is a spare", news=True)
+    most = most_nodes(rules, record)
+    if len(record.members) >= most and not own.hosts:
+        return Forming(None, f"round {record.round} has its {most} nodes; this node is a spare", news=True)
     if any(view.has_succeeded(m) for m in record.members):
         return Forming(None, f"round {record.round} is finishing; this node is a spare", news=True)
-    if rules.mesh and not own.hosts and (spare := adds_no_replica(rules.mesh, rules.max_nodes, view, newcomers)):
+    if rules.mesh and not own.hosts and (spare := adds_no_replica(rules.mesh, most, view, newcomers)):
         return Forming(None, spare, news=True)
     if view.now < admitted_at:
         reason = f"{why_held(record)}; newcomers are taken in after {hold(record):g} s"
         return Forming(None, reason, check_again=admitted_at, news=True)
-    more_may_come = len(record.members) + len(newcomers) < rules.max_nodes
+    more_may_come = len(record.members) + len(newcomers) < most
     if more_may_come and view.now < settled_since + rules.debounce:
         return Forming(None, "", check_again=settled_since + rules.debounce)
     joined = break_up(record, Cause.JOIN, f"{names(newcomers)} joined", own.id, view.now - began)

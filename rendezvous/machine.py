@@ -18,7 +18,7 @@ from elastirun.rendezvous import failures, formation, updates
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.peers.ranks import own_rank
 from elastirun.rendezvous.progress import Wait
-from elastirun.rendezvous.rules import Rules, keeps_state, pause_before
+from elastirun.rendezvous.rules import Rules, keeps_state, most_nodes, pause_before
 from elastirun.rendezvous.store_tracker import Effect, Ends, StoreTracker, Wakes
 from elastirun.rendezvous.timing import GOODBYE, MARKING
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
@@ -279,7 +279,7 @@ class Machine:
         if shared := updates.share_losses(view):
             self._wanted = Change(record, shared)
             return
-        if len(standing) < self.rules.max_nodes and any(view.undecided(row, self.rules.proof) for row in view.newcomers()):
+        if len(standing) < most_nodes(self.rules, record) and any(view.undecided(row, self.rules.proof) for row in view.newcomers()):
             self._wake_at(self._now + self.rules.beat)
             return
         over = self.store.same.over.see(record.round, self._now)
@@ -479,6 +479,8 @@ class Machine:
             cause, reason, victim = self._break
             return Change(record, updates.break_up(record, cause, reason, self.row.id, self.store.ran, victim=victim))
         lost = updates.lose_member(self.store.view(record), self.rules.expire, self.store.ran)
+        if lost is None and self.state is RUNNING and self.store.is_first(record):
+            lost = formation.scale_down(self.rules, record, self.row.id, self.store.ran)
         return Change(record, lost) if lost else None
 
     # -- lines for people -----------------------------------------------------------------------------------------------

@@ -96,6 +96,12 @@ def untrue(rules: Rules, record: RoundRecord, row: NodeRow) -> str:
     return ""
 
 
+def most_nodes(rules: Rules, record: RoundRecord | None) -> int:
+    """Return the most nodes that a round after ``record`` is to have: those that ``elastirun scale`` wants, within --nnodes."""
+    wanted = record.wanted if record is not None else 0
+    return min(rules.max_nodes, max(rules.min_nodes, wanted)) if wanted else rules.max_nodes
+
+
 def another_store(record: RoundRecord, found: RoundRecord | None) -> str:
     """Return in words why ``found`` does not continue this job's ``record``; empty when it does."""
     if found is None:

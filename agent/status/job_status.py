@@ -19,7 +19,7 @@ from elastirun.rendezvous.formation import adds_no_replica, names
 from elastirun.rendezvous.peers.seats import assign
 from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import hold, why_held
-from elastirun.rendezvous.wire.records import Member, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.wire.records import Member, NodeRow, RoundRecord, Status, Verdict
 
 FORMING, STARTING, RUNNING, FINISHING, RESTARTING = "forming", "starting", "running", "finishing", "restarting"  # and the verdicts
 BY_ROW = {  # the state of a member
@@ -63,6 +63,7 @@ class JobStatus:
     world_size: int
     min_nodes: int | None  # None: not known yet
     max_nodes: int | None
+    wanted: int  # nodes that ``elastirun scale`` has asked for; 0: as many as --nnodes allows
     failures: int  # that count against --max-restarts
     max_restarts: int | None
     waiting: str  # for what the job waits, in words; empty: for nothing
@@ -75,6 +76,11 @@ class JobStatus:
     live: tuple[int, ...]  # ranks on this machine whose workers keep their processes when the world changes, see docs/elastic.md
     finished: tuple[int, ...]  # ranks on this machine whose workers have ended with 0
     ignored: tuple[str, ...]  # records that do not parse, or were not signed with the token
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, for all nodes."""
+        return self.state in {verdict.value for verdict in Verdict}
 
 
 def judge(
@@ -91,7 +97,8 @@ def judge(
     min_nodes, max_nodes = _numbers(record, r"--nnodes=(\d{1,9}):(\d{1,9})", 2)
     (max_restarts,) = _numbers(record, r"--max-restarts=(\d{1,9})", 1)
     mesh, shown = _mesh(record)
-    waiting, nodes = _waiting(view, min_nodes, max_nodes, mesh)
+    most = min(max_nodes, max(record.wanted, min_nodes or 1)) if record.wanted and max_nodes else max_nodes
+    waiting, nodes = _waiting(view, min_nodes, most, mesh)
     over = record.closed or record.broken
     fits = mesh is not None and mesh.is_formed_by([m.slots for m in record.members])
     return JobStatus(
@@ -104,11 +111,12 @@ def judge(
         world_size=record.world_size,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        wanted=record.wanted,
         failures=record.failures,
         max_restarts=max_restarts,
         waiting=waiting,
         waiting_for=tuple(node.id for node in nodes),
-        nodes=(*_members(view), *_others(view, max_nodes, mesh)),
+        nodes=(*_members(view), *_others(view, most, mesh)),
         mesh="" if mesh is None or not shown else mesh.described(record.world_size) if fits else str(mesh),
         cells=tuple(picture(mesh, [(f"{m.name} {m.address}", m.slots) for m in record.members])) if mesh and shown and fits else (),
         events=_events(view),

@@ -1,4 +1,5 @@
-"""Reads the status of jobs from the stores where their nodes meet, for ``elastirun status``. Writes nothing, and needs no torch.
+"""Reads the status of jobs from the stores where their nodes meet, for ``elastirun status``, and writes how many nodes are wanted, for
+``elastirun scale``. Needs no torch.
 
 The endpoints, and the stores that this user's agents on this machine name, are asked at the same time. A store that has moved is followed
 to where it is. Of several stores that hold the same job the one with the highest term is in use: an earlier one may still answer when its
@@ -39,6 +40,7 @@ from elastirun.threads import start_thread
 
 LOOK_LIMIT = 3.0  # seconds for one look at all endpoints
 LATER_LIMIT = 0.2  # seconds for the others to answer, once one of them has shown the job: machines that are down never do
+WRITES = 50  # tries to write a record that others write, too
 MOST_HOPS = 4  # stores that are followed one after the other; each is that of a node that has taken over
 TRIES = 4  # reads of a round record whose members were deleted meanwhile, because the next round has formed
 MOST_JOBS = 64  # that are read from one store
@@ -80,7 +82,7 @@ class _Sight:
     job: str
     store: str
     synced: Synced
-    rows_change: bool
+    at: StoreAt
 
     @property
     def watched(self) -> tuple[str, str]:
@@ -116,6 +118,7 @@ class StatusReader:
         self._sources: dict[StoreAt, _Source] = {}
         self._lock = threading.Lock()  # of ``_sources``, and of their ``users`` and ``look``
         self._looks = 0
+        self._best: dict[str, _Sight] = {}  # by job, of the last look
         self._watched: dict[tuple[str, str], Liveness] = {}  # by job and name of its store: rows, as they were seen to change
 
     def look(self) -> Found:
@@ -137,6 +140,7 @@ class StatusReader:
             others += answer.others
             agents += answer.agents
         self._drop_unused()
+        self._best = best
         shown = {sight.watched for sight in best.values()}
         self._watched = {key: rows for key, rows in self._watched.items() if key in shown}
         own = {job: [one for one in agents if one.job == job] for job in best}
@@ -145,6 +149,15 @@ class StatusReader:
             tuple(self._judge(best[job], own[job]) for job in newest),
             *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)),
         )
+
+    def scale(self, job: str, wanted: int) -> None:
+        """Want ``wanted`` nodes in a job that the last look has found; 0: as many as --nnodes allows. Raises StoreError."""
+        at = self._best[job].at
+        if isinstance(at, CopyOf):
+            raise StoreError("it is a job of one node, which no other can join")
+        with self._lock:
+            source = self._sources.setdefault(at, _Source(at))
+        source.scale(job, self._target.token, wanted)
 
     def _addresses(self, problems: list[str]) -> list[StoreAt]:
         """Return the stores at all addresses of the endpoints. Adds to ``problems`` what does not resolve."""
@@ -209,7 +222,7 @@ class StatusReader:
         synced = sight.synced
         record = synced.round or RoundRecord("")
         liveness = self._watched.setdefault(sight.watched, Liveness(math.inf))
-        if sight.rows_change:
+        if sight.at.rows_change:
             liveness.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
         liveness.forget_all_but(set(synced.rows))
         steps = tuple(sorted({one for agent in agents for one in agent.steps}, key=lambda one: one.rank))
@@ -246,6 +259,19 @@ class _Source:
         finally:
             self._one_reads.release()
 
+    def scale(self, job: str, token: bytes | None, wanted: int) -> None:
+        """Write how many nodes are wanted. Errors: ``StoreError``."""
+        with self._one_reads:
+            store = self._store = self._store or self._at.open()
+            for _ in range(WRITES):
+                protocol = execute(SyncProtocol(self._at.prefix(job), "", Codec(token), clock.now).here(), store)
+                record = execute(protocol.scale(wanted), store)
+                if record is None or record.closed is not None:
+                    raise StoreError("the job has ended" if record else "the store has no record of the job any more")
+                if record.wanted == wanted:
+                    return
+        raise StoreError(f"{WRITES} times another write was first")
+
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -264,7 +290,7 @@ class _Source:
             if isinstance(found, Place):
                 answer.moved.append((name, found))
             elif found.round is not None or found.rows or found.ignored:
-                answer.sights.append(_Sight(name, str(self._at), found, self._at.rows_change))
+                answer.sights.append(_Sight(name, str(self._at), found, self._at))
         if not answer.sights:
             answer.others += [name for name in listed if name != job]
         return answer

@@ -80,6 +80,7 @@ def _job(job: JobStatus) -> list[str]:
         ("round", f"{job.round}{f': {job.reason}' if job.reason else ''}" if job.round else "none has formed yet"),
         ("ended", job.ended),
         ("nodes", _nodes(job)),
+        ("wanted", f"{job.wanted} node{'s' * (job.wanted != 1)} (elastirun scale)" if job.wanted else ""),
         ("mesh", job.mesh),
         ("restarts", f"{job.failures} of {job.max_restarts} used" if job.max_restarts else ""),
         ("waiting", job.waiting or ("" if job.ended else "for nobody")),

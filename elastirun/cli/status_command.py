@@ -18,6 +18,7 @@ import click
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.output.agent_lines import shows_colours
 from elastirun.agent.processes.preload import keep_warm
+from elastirun.agent.status.job_status import JobStatus
 from elastirun.agent.status.reader import UNNAMED, Found, StatusReader, Target
 from elastirun.agent.status.screen import painted, screen, watched
 from elastirun.cli import parse
@@ -35,6 +36,7 @@ INTERVAL = "2"  # seconds from one screen to the next, by default
 FORMAT = 1  # of the JSON; raised when a field changes its meaning
 CLEAR = "\x1b[H\x1b[2J"  # puts the cursor at the top left, and erases the screen
 SAME_AS_LAUNCH = ("rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "master_addr", "master_port", "token_file")
+OWN = (("--json", "one JSON object"), (f"--watch[={INTERVAL}]", "draw the screen again each so many seconds, until Ctrl-C"))
 _HELP = """\
 Shows how a job stands: round, nodes, ranks, failures, and who is waited for. Reads only.
 The options are those of the launch, which also come from its variables.
@@ -51,15 +53,17 @@ Exit status: 0 shown; 2 wrong use; 3 the records cannot be read (is --token-file
 
 def main(argv: Sequence[str]) -> int:
     """Show the status that ``argv`` asks for. Return the exit code. Raises UsageError, StartError and NothingFound."""
-    given = _parse(argv)
+    argv = [*argv, ""]
+    words = [f"{word}={INTERVAL}" if word == "--watch" and not _is_number(argv[i + 1]) else word for i, word in enumerate(argv[:-1])]
+    given = read_words("status", words, [click.Option(["json", "--json"], is_flag=True), click.Option(["watch", "--watch"])])
     if "help" in given:
-        return show(f"usage: elastirun status [JOB] [OPTIONS]\n\n{_HELP}\n{_options()}")
+        return show(f"usage: elastirun status [JOB] [OPTIONS]\n\n{_HELP}\n{options_of_job(OWN)}")
     as_json, every = "json" in given, given.get("watch")
     try:
         seconds = None if every is None else parse.seconds(0.1)(every)
     except ValueError as error:
         raise UsageError(f"--watch: {error}") from None
-    target = _target(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
+    target = target_of(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
     reader = StatusReader(target)
     try:
         if seconds is None:
@@ -73,18 +77,19 @@ def main(argv: Sequence[str]) -> int:
         reader.close()
 
 
-def _parse(argv: Sequence[str]) -> dict[str, str]:
-    """Return the options by dest as text, a flag as "1". Errors: ``UsageError``."""
-    following = [*argv[1:], ""]
-    words = [f"{word}={INTERVAL}" if word == "--watch" and not _is_number(following[i]) else word for i, word in enumerate(argv)]
-    params: list[click.Parameter] = [click.Option(["help", "-h", "--help"], is_flag=True), click.Option(["json", "--json"], is_flag=True)]
+def read_words(name: str, words: Sequence[str], own: Sequence[click.Parameter]) -> dict[str, str]:
+    """Return the options of a command on a job by dest as text, a flag as "1". ``own``: what only this command has.
+
+    Errors: ``UsageError``.
+    """
+    params: list[click.Parameter] = [click.Option(["help", "-h", "--help"], is_flag=True), *own]
     params += [click.Option([dest, BY_DEST[dest].name, *(["--endpoint"] if dest == "rdzv_endpoint" else [])]) for dest in SAME_AS_LAUNCH]
-    params += [click.Option(["watch", "--watch"]), click.Argument(["job"], required=False)]
-    command = click.Command("status", params=params, add_help_option=False)
+    params += [click.Argument(["job"], required=False)]
+    command = click.Command(name, params=params, add_help_option=False)
     try:
-        context = command.make_context("status", words, token_normalize_func=lambda name: name.replace("_", "-"))
+        context = command.make_context(name, [*words], token_normalize_func=lambda name: name.replace("_", "-"))
     except click.UsageError as error:
-        raise UsageError(f"{error.format_message()} (see elastirun status --help)") from None
+        raise UsageError(f"{error.format_message()} (see elastirun {name} --help)") from None
     found = {dest: "1" if value is True else value for dest, value in context.params.items() if value not in (None, False)}
     if (job := found.pop("job", None)) is not None:
         if found.get("rdzv_id", job) != job:
@@ -101,7 +106,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _target(options: GivenOptions) -> Target:
+def target_of(options: GivenOptions) -> Target:
     """Return where to look, by the rules of a launch. Errors: ``UsageError``."""
     backend = options.read("rdzv_backend", parse.choice("c10d", "static", "etcd", "etcd-v2"))
     conf = options.read("rdzv_conf", parse.rdzv_conf)
@@ -117,6 +122,18 @@ def _target(options: GivenOptions) -> Target:
         endpoints = (Endpoint(options.read("master_addr", parse.host), port),)
     job = options.read("rdzv_id", parse.name)
     return Target(endpoints, job if job.strip() and job != UNNAMED else None, read_token(options), etcd)
+
+
+def find_one(found: Found, target: Target) -> JobStatus:
+    """Return the one job that was found. Raises UsageError for several, StartError and NothingFound for none."""
+    running = [job for job in found.jobs if not job.over] or [*found.jobs]
+    if len(running) > 1:
+        raise UsageError(f"there are {len(running)} jobs: {', '.join(parse.quote(job.job) for job in running[:4])}; name one of them")
+    if running:
+        return running[0]
+    if found.unreadable:
+        raise StartError("; ".join(found.unreadable))
+    raise NothingFound(_no_job(found, target))
 
 
 def _show(found: Found, target: Target, as_json: bool) -> int:
@@ -175,7 +192,8 @@ def _no_job(found: Found, target: Target) -> str:
     return f"{what} at {', '.join(target.names)}: {why}; give {name}{how}"
 
 
-def _options() -> str:
+def options_of_job(more: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the part of a help text on the options that say which job is meant, and ``more``."""
     lines = [(f"{BY_DEST[dest].name}={BY_DEST[dest].metavar}", f"as for a launch [{BY_DEST[dest].env}]") for dest in SAME_AS_LAUNCH]
-    lines += [("--json", "one JSON object"), (f"--watch[={INTERVAL}]", "draw the screen again each so many seconds, until Ctrl-C")]
+    lines += more
     return "\n".join(f"  {name:36}{text}" for name, text in lines)

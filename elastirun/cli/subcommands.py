@@ -1,4 +1,4 @@
-"""Runs ``elastirun status``, ``report``, ``checkpoint``, ``takeover``, ``warm`` and ``help``.
+"""Runs ``elastirun status``, ``scale``, ``report``, ``checkpoint``, ``takeover``, ``warm`` and ``help``.
 
 A script with such a name is started as by torchrun.
 """
@@ -18,6 +18,7 @@ from elastirun.errors import NothingFound, StartError, UsageError
 
 MODULES = {  # each has a function ``main``, see ``run``
     "status": "elastirun.cli.status_command",
+    "scale": "elastirun.cli.scale.command",
     "report": "elastirun.cli.report_command",
     "checkpoint": "elastirun.checkpoint.__main__",
     "takeover": "elastirun.takeover",

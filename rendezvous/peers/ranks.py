@@ -39,6 +39,10 @@ def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int
             if row.node_rank is not None and 0 <= row.node_rank < limit:
                 places.setdefault(row.node_rank, row)
         return [places[rank] for rank in sorted(places)]
+    over = sum(s is not None for s in survivors) - limit  # where the job is scaled down, those with the highest ranks go
+    for k in range(len(survivors) - 1, -1, -1):
+        if over > 0 and (survivor := survivors[k]) is not None and not survivor.hosts:
+            survivors[k], over = None, over - 1
     room = max(0, limit - sum(s is not None for s in survivors))
     waiting = newcomers[:room]
     host = next((row for row in newcomers[room:] if row.hosts), None)

@@ -26,14 +26,14 @@ from typing import Any, TypeVar
 
 from elastirun.errors import BadRecord, BadSignature
 
-FORMAT = 12  # raised when a field is added or changes its meaning
+FORMAT = 13  # raised when a field is added or changes its meaning
 MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
 MAX_TEXT = 1024  # characters of any one string; enough for a line of stderr or a reason
 MAX_ITEMS = 16_384  # entries of any one list; more than the nodes of any job
 KEPT = 2048  # members that are kept; each may be 16 KiB, by anybody who can write into a store without a token
 MAX_INT = 2**53  # what every JSON implementation can hold
 PORTS = range(1 << 16)
-RANGES = {"slots": range(1, 4097), "port": PORTS, "standby": PORTS}  # of fields whose value becomes a number of workers or a port
+RANGES = {"slots": range(1, 4097), "port": PORTS, "standby": PORTS, "wanted": range(MAX_ITEMS + 1)}  # of fields that become such numbers
 
 SEQ = re.compile(rb'"seq":(0|[1-9][0-9]{0,15})(?=[,}])')  # in no text: its quotes are escaped
 

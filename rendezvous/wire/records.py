@@ -188,6 +188,7 @@ class RoundRecord:
     term: int = 0  # rises each time that another node's store takes over, see docs/decisions/0020
     quorums: tuple[Quorum, ...] = ()  # of the rounds that may have started, this one last; empty: the store never moves
     moved: Place | None = None  # where the store of this job is instead, if no round has formed here
+    wanted: int = 0  # nodes that ``elastirun scale`` has asked for; 0: as many as --nnodes allows
 
     @property
     def open(self) -> bool:

@@ -176,6 +176,16 @@ class SyncProtocol:
             old = self._members_key(before.members_digest)
             yield lambda store: store.delete(old)
 
+    def scale(self, wanted: int) -> Steps:
+        """Want ``wanted`` nodes from now on; 0: as many as --nnodes allows. Return the record as it was; None: there is none.
+
+        Written is what the last read allows: if another write was first, the caller reads and tries again.
+        """
+        record = yield from self._read_round()
+        if record is not None and record.closed is None and record.wanted != wanted:
+            yield from self._put_round(Change(record, replace(record, version=record.version + 1, wanted=wanted)))
+        return record
+
     def put_moved(self, place: Place, first: RoundRecord | None = None, job: RoundRecord | None = None, over: bool = True) -> Steps:
         """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that stood there before.
 

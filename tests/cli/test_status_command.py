@@ -25,7 +25,7 @@ from tests.support.cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "correct horse battery staple"
-JOB = JobStatus("job7", "node0:29400", "running", 3, "why", "", 4, 1, 2, 0, 3, "", (), (), "", (), (), (), (), (), ())
+JOB = JobStatus("job7", "node0:29400", "running", 3, "why", "", 4, 1, 2, 0, 0, 3, "", (), (), "", (), (), (), (), (), ())
 
 Run = Callable[..., SimpleNamespace]
 

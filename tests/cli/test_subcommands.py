@@ -10,7 +10,7 @@ import pytest
 
 from elastirun.cli import command_line
 
-KNOWN = "launch, status, report, checkpoint, takeover, warm"
+KNOWN = "launch, status, scale, report, checkpoint, takeover, warm"
 
 
 def run(folder: Path, *words: str) -> tuple[int, str, str]:

@@ -68,6 +68,37 @@ MUTANTS = (
         instead_of("isdecimal", "part.isdigit()"),
         seen_by="formation::numbers_in_addresses_are_compared_as_numbers",
     ),
+    # A number of nodes that is wanted from outside.
+    mutant(
+        "what is wanted counts within the limits of the job",
+        "rules:most_nodes",
+        instead_of("max", "wanted"),
+        seen_by="scaling::what_is_wanted_counts_within_the_limits_of_the_job",
+    ),
+    mutant(
+        "those that are wanted are no fewer than may go on",
+        "formation:_scaled_seats",
+        part_always("_without_quorum"),
+        seen_by="scaling::a_large_job_is_halved_where_a_majority_must_agree",
+    ),
+    mutant(
+        "a scaled round has the host of the store",
+        "peers.ranks:choose",
+        part_always("survivor.hosts"),
+        seen_by="scaling::a_scaled_round_keeps_the_first_and_the_host_of_the_store",
+    ),
+    mutant(
+        "a round that cannot be smaller is not ended again and again",
+        "formation:scale_down",
+        never("rules.mesh"),
+        seen_by="scaling::a_round_goes_on_whose_mesh_has_no_replica_on_fewer_nodes",
+    ),
+    mutant(
+        "one of those first in line ends a round that is too large",
+        "machine:Machine._change_to_own_round",
+        part_always("is_first"),
+        seen_by="scaling::only_members_first_in_line_end_a_round_that_is_too_large",
+    ),
     # A mesh.
     mutant(
         "a round has whole replicas",
@@ -275,7 +306,7 @@ MUTANTS = (
     mutant(
         "a host that comes late is no spare",
         "formation:take_in",
-        instead_of("len(record.members) >= rules.max_nodes and (not own.hosts)", "len(record.members) >= rules.max_nodes"),
+        instead_of("len(record.members) >= most and (not own.hosts)", "len(record.members) >= most"),
         seen_by="host::a_host_that_comes_late_is_no_spare",
     ),
     # Who is silent.
@@ -532,7 +563,7 @@ MUTANTS = (
     mutant(
         "a spare disturbs nobody",
         "formation:take_in",
-        never("len(record.members) >= rules.max_nodes"),
+        never("len(record.members) >= most"),
         seen_by="machine::a_spare_waits_without_disturbing_and_steps_in",
     ),
     mutant(

@@ -7,6 +7,8 @@
                                                 host dies, the network is torn, loops and machines stand still (docs/decisions/0020)
     python -m tests.sim --meshed --seeds 0:2000
                                                 of these seeds only those with --mesh, about one in seven
+    python -m tests.sim --scaled --seeds 0:2000
+                                                the same with more nodes and calls of `elastirun scale`
     python -m tests.sim --takeovers --seeds 0:2000
     python -m tests.sim --torn --seeds 0:2000
                                                 the same in small worlds, soon and quickly: see tests/sim/takeovers.py
@@ -41,13 +43,22 @@ def main() -> None:
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--succession", action="store_true", help="only those seeds in whose history another node may take over the store")
     parser.add_argument("--meshed", action="store_true", help="only those seeds in whose history the workers form a mesh")
+    parser.add_argument("--scaled", action="store_true", help="elastirun scale is called meanwhile")
     parser.add_argument("--takeovers", action="store_true", help="small worlds in which the store's host dies soon")
     parser.add_argument("--torn", action="store_true", help="small worlds in which the network is torn for long")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--brief", action="store_true", help="one line about the first seed that fails")
     parser.add_argument("--keep-going", action="store_true", help="report every seed that fails, not only the first")
     arguments = parser.parse_args()
-    draw = takeovers.draw if arguments.takeovers else takeovers.torn if arguments.torn else history.draw
+    draw = (
+        history.scaled
+        if arguments.scaled
+        else takeovers.draw
+        if arguments.takeovers
+        else takeovers.torn
+        if arguments.torn
+        else history.draw
+    )
     if arguments.replay is not None:
         sys.exit(replay(draw(arguments.replay)))
     first, last = map(int, arguments.seeds.split(":"))
@@ -82,7 +93,8 @@ def replay(plan: Plan, quiet: bool = False) -> int:
         result = History(plan).run(transcript=True)
     show(plan)
     print("\n".join(result.transcript[-60:] if quiet else result.transcript))
-    again = f"python -m tests.sim{WORLDS.get(plan.trouble, '')} --replay {plan.seed}"
+    scaled = " --scaled" if any(fault.kind == "scale" for fault in plan.faults) else ""
+    again = f"python -m tests.sim{WORLDS.get(plan.trouble, scaled)} --replay {plan.seed}"
     print(f"seed {plan.seed}: {result.violation or 'held'}; again with: {again}")
     return int(result.violation is not None)
 

@@ -14,9 +14,10 @@ from elastirun.rendezvous.rules import FREE_LOSSES, Rules, hold
 from elastirun.rendezvous.transitions import LEFT
 from elastirun.rendezvous.wire.actions import Outcome
 from elastirun.rendezvous.wire.records import Blame, Cause, NodeRow, RoundRecord
+from elastirun.rendezvous.wire.sync import SyncProtocol
 from tests.sim import invariants
 from tests.sim.live import Live, Switching, draw_switching
-from tests.sim.world import Deaths, Node, Push, Violation, World
+from tests.sim.world import CODEC, Deaths, Node, Push, Violation, World, one_by_one
 
 TROUBLE = 30.0  # seconds of faults
 LOOP = 90.0  # seconds during which a node crashes again and again
@@ -142,7 +143,22 @@ WIDER_KINDS = {
 # More faults of histories with live workers: a worker dies; a node is away, so that its workers come back with an abandoned state.
 LIVE_KINDS = {"fail": (6, 0.0), "crash": (2, 8.0), "freeze_node": (3, 12.0), "cut": (2, 15.0)}
 
-CONNECTED = {"crash", "reboot", "storm", "leave", "fail", "fail_two", "succeed_one", "kill_host", "leave_host", "dark_host", "loop"}
+SCALES = [1, 1, 2, 3]  # times that ``elastirun scale`` is called in a history with it
+
+CONNECTED = {
+    "scale",
+    "crash",
+    "reboot",
+    "storm",
+    "leave",
+    "fail",
+    "fail_two",
+    "succeed_one",
+    "kill_host",
+    "leave_host",
+    "dark_host",
+    "loop",
+}
 CONNECTED |= {"stall", "stall_host", "kill_owner"}
 
 
@@ -203,6 +219,18 @@ def draw(seed: int) -> Plan:
         faults = _with_close_faults(plan, switching, LIVE_KINDS, switching.uniform(5.0, TROUBLE), [1, 2, 4])
         plan = replace(plan, faults=faults, live=draw_switching(switching))
     return _with_mesh(plan, random.Random(f"mesh {seed}"))
+
+
+def scaled(seed: int) -> Plan:
+    """Return the plan of ``seed`` with calls of ``elastirun scale``. There are more nodes, where the ranks are not fixed."""
+    plan, rng = draw(seed), random.Random(f"scale {seed}")
+    rules = plan.rules
+    if not (rules.fixed_ranks or rules.mesh):
+        most = rng.randint(2, 6)
+        rules = replace(rules, min_nodes=rng.choice([1, 1, min(2, most)]), max_nodes=most)
+        plan = replace(plan, rules=rules, nodes=max(rules.min_nodes, min(8, most + rng.choice([0, 0, 1]))))
+    faults = [Fault(rng.uniform(0.0, TROUBLE), "scale", 0, 0.0, rng.random()) for _ in range(rng.choice(SCALES))]
+    return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda f: f.when)))
 
 
 def _with_mesh(plan: Plan, rng: random.Random) -> Plan:
@@ -657,6 +685,14 @@ class History:
         other = self._current((fault.who + 1) % self.plan.nodes)
         if other is not None:
             self.world.at(fault.x * 0.01, lambda: self._fail(other, replace(fault, x=1 - fault.x)))
+
+    def _scale(self, node: Node, fault: Fault) -> None:
+        """Want another number of nodes, as ``elastirun scale`` does in the store of a node that takes part."""
+        world, low, high = self.world, self.plan.rules.min_nodes, self.plan.rules.max_nodes
+        asked = next((n for n in world.nodes if n.alive and n.working is not None), node)
+        protocol = SyncProtocol("job/", "outside", CODEC, lambda: 0.0)
+        steps = protocol.scale(low + int(fault.x * (high - low + 1)))
+        world.write_from_outside(asked, asked.machine.store.place, one_by_one(steps))
 
     def _succeed_one(self, node: Node, fault: Fault) -> None:
         node.succeed()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from elastirun.rendezvous.formation import take_seats
+from elastirun.rendezvous.formation import scale_down, take_seats
 from elastirun.rendezvous.peers.seats import assign
-from elastirun.rendezvous.rules import hold
+from elastirun.rendezvous.rules import hold, most_nodes
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT
 from elastirun.rendezvous.wire.actions import Outcome, Start
@@ -90,6 +90,8 @@ def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
     ids = [m.id for m in new.members]
     must(world.rules.min_nodes <= len(ids) <= world.rules.max_nodes, f"a round of {len(ids)} nodes")
     must(len(set(ids)) == len(ids), "a node twice in a round")
+    waited = not world.rules.majority and world.rules.mesh is None  # else more may be needed to go on, or to form a replica
+    must(not waited or len(ids) <= max(most_nodes(world.rules, old), 1), f"a round of {len(ids)} nodes, where {old.wanted} are wanted")
     if world.rules.mesh is not None:
         must(world.rules.mesh.is_formed_by([m.slots for m in new.members]), f"a round of {new.world_size} workers for {world.rules.mesh}")
         slots = {n.id: n.machine.row.slots for n in world.nodes}
@@ -150,11 +152,11 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         known = {row.id for row in node.machine.store.view(old).newcomers()} | {node.id}  # of other dead ones it knows that they are gone
         waits = [n.machine.row for n in world.nodes if n.id in members or (n.id in known and _waits(n))]
         host = any(row.hosts and row.id not in members for row in waits)
-        more = assign(world.rules.mesh, old.members, waits, world.rules.max_nodes).world > old.world_size
-        must(more or host, f"newcomers that add no replica of {world.rules.mesh} end a round")
+        more = assign(world.rules.mesh, old.members, waits, most_nodes(world.rules, old)).world > old.world_size
+        must(more or host or _is_large(world, old), f"newcomers that add no replica of {world.rules.mesh} end a round")
     if hold(new) == 0:
         return
-    if broken is not None and broken.cause is Cause.JOIN and old.broken is None:
+    if broken is not None and broken.cause is Cause.JOIN and old.broken is None and not _is_large(world, old):
         ran = world.t - world.formed_at[new.fence, world.writes_to]  # two stores may form rounds of one number, of which one never starts
         must(ran >= wait / RATES - SLACK, f"newcomers ended a round after {ran:.1f} s, and are to wait {wait:g} s")
     if new.round > old.round and old.broken is not None and old.broken.cause is not Cause.JOIN:
@@ -164,6 +166,11 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         enough = enough and not (world.rules.mesh and world.rules.majority)  # the seats may be too few for the quorum
         others = [m for m in new.members if m.id not in members and m.id != new.host]  # every round includes the store's host
         must(not enough or not others, "a newcomer is taken in at once after many early losses")
+
+
+def _is_large(world: World, record: RoundRecord) -> bool:
+    """Return whether the round has more members than the job is scaled to."""
+    return len(record.members) > most_nodes(world.rules, record)
 
 
 def _waits(node: Node) -> bool:
@@ -232,7 +239,8 @@ def settled(world: World) -> bool:
     finishing = any((m.id, record.round) in world.succeeded for m in record.members)
     if world.rules.mesh is not None:
         seats = take_seats(world.rules, record, [n.machine.row for n in alive])
-        return finishing or record.world_size == seats.world
+        small = seats.world < record.world_size and record.wanted and scale_down(world.rules, record, "", 0.0) is None
+        return bool(finishing or small or record.world_size == seats.world)
     return finishing or len(record.members) == _places(world, alive)
 
 
@@ -266,8 +274,8 @@ def takes_part(node: Node, record: RoundRecord) -> bool:
 
 def _places(world: World, alive: list[Node]) -> int:
     if world.rules.fixed_ranks:
-        return len({n.machine.row.node_rank for n in alive})
-    return min(world.rules.max_nodes, len(alive))
+        return len({n.machine.row.node_rank for n in alive if (n.machine.row.node_rank or 0) < most_nodes(world.rules, world.record)})
+    return min(most_nodes(world.rules, world.record), len(alive))
 
 
 def verdicts_agree(world: World) -> None:

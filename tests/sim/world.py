@@ -723,6 +723,20 @@ class World:
             self._announce_change(at)
         return found
 
+    def write_from_outside(self, node: Node, at: Place | None, steps: Steps, found: Any = None) -> None:
+        """Carry out an exchange of a command, which is no node, with the store of ``node``, one operation after the other."""
+        try:
+            operation = steps.send(found)
+        except (StoreError, StopIteration):
+            return
+        store = LeasedStore(self, node) if self.rules.lasting else None
+
+        def arrive() -> None:
+            if self.is_up(at) and not (at is None and self.store_paused):
+                self.write_from_outside(node, at, steps, self._apply(node, operation, store, at))
+
+        self.at(self.random.uniform(0.0005, 0.005), arrive)
+
     # -- death notices --------------------------------------------------------------------------------------------------
 
     def tell_death(self, node: Node) -> None:

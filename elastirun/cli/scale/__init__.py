@@ -1,0 +1,1 @@
+"""The command ``elastirun scale``: a wanted number of nodes, from outside of the job."""

@@ -1,0 +1,67 @@
+"""``elastirun scale``: how many nodes a job is to have, written into the round record where its nodes meet. See docs/running.md#scaling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import click
+
+from elastirun.agent.status.job_status import JobStatus
+from elastirun.agent.status.reader import StatusReader
+from elastirun.cli.given_options import GivenOptions
+from elastirun.cli.parse import quote
+from elastirun.cli.status_command import SAME_AS_LAUNCH, find_one, options_of_job, read_words, target_of
+from elastirun.cli.subcommands import show
+from elastirun.errors import StartError, StoreError, UsageError
+
+MAX = "max"  # as many as --nnodes allows
+_HELP = """\
+Says how many nodes a job is to have, within its --nnodes=MIN:MAX. A first round that waits for more starts
+as soon as so many are there. A larger job goes on with fewer nodes, those with the highest ranks become
+spares; a smaller one takes in spares and nodes that come. Workers are stopped as for a newcomer.
+
+  elastirun scale 4                                 the one job of your agents on this machine
+  elastirun scale 4 job7                            one of several
+  elastirun scale max job7 --rdzv-endpoint=node0    from elsewhere: as many as --nnodes allows again
+
+Exit status: 0 written; 2 wrong use; 3 the record cannot be read or written; 4 no such job there.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the number of nodes that ``argv`` asks for. Return the exit code. Raises UsageError, StartError and NothingFound."""
+    given = read_words("scale", argv, [click.Argument(["count"], required=False)])
+    if "help" in given:
+        return show(f"usage: elastirun scale COUNT|max [JOB] [OPTIONS]\n\n{_HELP}\n{options_of_job()}")
+    count = given.pop("count", "")
+    if count != MAX and not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) and len(count) <= 9):
+        raise UsageError(f"{quote(count)} is no number of nodes; give one from 1 on, or max for as many as --nnodes allows")
+    target = target_of(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
+    reader = StatusReader(target)
+    try:
+        job = find_one(reader.look(), target)
+        wanted = 0 if count == MAX else _within(job, int(count))
+        reader.scale(job.job, wanted)
+    except StoreError as error:
+        raise StartError(f"the number of nodes cannot be written: {error}") from None
+    finally:
+        reader.close()
+    members = sum(node.node_rank is not None for node in job.nodes)
+    now = f"{members} in the round" if members else f"{len(job.nodes)} joined"
+    return show(f"{_called(job)}: {count if wanted else f'at most {job.max_nodes}'} node{'s' * (count != '1')} wanted, {now}")
+
+
+def _within(job: JobStatus, count: int) -> int:
+    """Return the number of nodes if the job may have so many. Raises UsageError."""
+    low, high = job.min_nodes, job.max_nodes
+    if low is None or high is None:
+        raise StartError(f"{_called(job)} has no record yet: its first node has just begun")
+    if not low <= count <= high:
+        allowed = f"{low} nodes" if low == high else f"{low} to {high} nodes"
+        raise UsageError(f"{count} nodes: {_called(job)} was started with --nnodes={low}:{high}, which allows {allowed}")
+    return count
+
+
+def _called(job: JobStatus) -> str:
+    return f"job {quote(job.job)}" if job.job else "the job"
