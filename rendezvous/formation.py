@@ -185,7 +185,8 @@ def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], be
         return Forming(None, f"{place}; give each node its own", excluded=True)
     most = most_nodes(rules, record)
     if len(record.members) >= most and not own.hosts:
-        return Forming(None, f"round {record.round} has its {most} nodes; this node is a spare", news=True)
+        count = len(record.members)
+        return Forming(None, f"round {record.round} has its {count} node{'s' * (count != 1)}; this node is a spare", news=True)
     if any(view.has_succeeded(m) for m in record.members):
         return Forming(None, f"round {record.round} is finishing; this node is a spare", news=True)
     if rules.mesh and not own.hosts and (spare := adds_no_replica(rules.mesh, most, view, newcomers)):
