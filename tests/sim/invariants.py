@@ -239,8 +239,8 @@ def settled(world: World) -> bool:
     finishing = any((m.id, record.round) in world.succeeded for m in record.members)
     if world.rules.mesh is not None:
         seats = take_seats(world.rules, record, [n.machine.row for n in alive])
-        small = seats.world < record.world_size and record.wanted and scale_down(world.rules, record, "", 0.0) is None
-        return bool(finishing or small or record.world_size == seats.world)
+        stays = _is_large(world, record) and scale_down(world.rules, record, "", 0.0) is None  # on fewer of its nodes there is no replica
+        return finishing or stays or record.world_size == seats.world
     return finishing or len(record.members) == _places(world, alive)
 
 
