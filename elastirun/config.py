@@ -155,6 +155,7 @@ class LaunchConfig(RendezvousConfig):
     forward_signals: tuple[str, ...] = ()  # these are passed on to the workers while training goes on
     preload: Preload = field(default_factory=Preload)
     numa_binding: str | None = None
+    check: bool = False  # check this node and its network before it joins
     virtual_local_rank: bool = False
     mesh: str = ""  # that the workers of each round form, as in dp=auto,pp=2,tp=4; empty: none
     node_unit: int = 1  # the number of nodes of a round is a multiple of it

@@ -35,6 +35,7 @@ SUITES = {  # name -> module; what it does is in the first line of its docstring
     "live-joins": "tests.system.live_joins",
     "live-ettr": "tests.system.live_ettr",
     "live-scripts": "tests.nightly.live_scripts.__main__",
+    "check-cases": "tests.system.check_cases",
     "hang-kinds": "tests.system.hang_kinds",
     "honest-pauses": "tests.system.honest_pauses",
     "ten-faults": "tests.system.ten_faults",

@@ -41,6 +41,7 @@ SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.threads", "elastirun
 PAGE = "elastirun.worker.progress_page"
 USUAL = "elastirun.worker.usual_time"
 LINUX = "elastirun.linux"
+CHECK = "elastirun.agent.check"
 LIVE = "elastirun.worker.live_messages"
 WORLDS = "elastirun.worker.live_worlds"
 CONNECTION = ("elastirun.worker.live_connection", LIVE, WORLDS)
@@ -58,6 +59,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.observe.step_rates", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.failures.strikes", ("elastirun.rendezvous",), never=EFFECTS),
     Layer("elastirun.agent.workers.parking", never=EFFECTS),
+    *(Layer(f"{CHECK}.{name}", (CHECK,), never=EFFECTS) for name in ("records", "own_findings", "between", "verdict", "table")),
     Layer("elastirun.agent.processes.preload.forkserver", in_functions=("elastirun.worker.optimizer_steps",)),  # in workers
     Layer("elastirun.agent.status.metrics", in_functions=("prometheus_client",)),
     Layer("elastirun.agent.observe.tracing", ("elastirun.agent.observe.events", "elastirun.threads"), in_functions=("opentelemetry",)),
@@ -260,6 +262,7 @@ FLOORS = {  # the folders and loose modules of a package, the lowest first: each
             "round_start",
             "hangs",
             "failures",
+            "check",
         ),
         *("quarantine", "termination_log", "status", "ending", "assemble", "agent"),
     ),

@@ -65,7 +65,7 @@ class ExitCode(enum.IntEnum):
         202,
         "this node is sick",
         "this node is sick: no worker can be started (no process, descriptor, memory, disk space or thread is left, "
-        "torch sees no GPU, a port is in use, the log folder cannot be made), "
+        "torch sees no GPU, a port is in use, the log folder cannot be made), [a check](check.md) has found that it should not take part, "
         "or a worker hangs in the kernel and cannot be killed",
         "retry on another node; look at this machine before using it again (`kubectl cordon`, `scontrol update state=drain`)",
     )

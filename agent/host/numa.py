@@ -21,6 +21,7 @@ from pathlib import Path
 from elastirun.errors import StartError
 
 Cpus = frozenset[int]
+NO_PROGRAM = 127  # exit code of a shell
 DRIVER_LIMIT = 30.0  # seconds for nvidia-smi; without persistence mode the driver initialises each GPU first
 
 
@@ -51,19 +52,23 @@ def gpu_pci_ids(environ: Mapping[str, str]) -> list[str]:
     DRIVER_LIMIT seconds, and if the visible devices are parts of a GPU (MIG). The order is that of the PCI bus: on a node
     with different GPUs set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that CUDA counts in the same way.
     """
-    command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
+    code, answer = ask_driver("uuid,pci.bus_id")
+    return [] if code else visible_gpus(answer, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def ask_driver(fields: str) -> tuple[int, str]:
+    """Return the exit code of ``nvidia-smi``, and its answer: a line for each GPU, with these fields. 127: there is no such program."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
-        return []
+        return NO_PROGRAM, ""
     try:
         answer = asked.communicate(timeout=DRIVER_LIMIT)[0]
+        return asked.returncode, answer
     except subprocess.TimeoutExpired:
         asked.kill()  # do not wait for it: while the driver hangs, nvidia-smi does not die
-        return []
-    if asked.returncode:
-        return []
-    return visible_gpus(answer, environ.get("CUDA_VISIBLE_DEVICES"))
+        return -9, f"no answer within {DRIVER_LIMIT:g} s"
 
 
 def visible_gpus(answer: str, visible: str | None) -> list[str]:

@@ -62,7 +62,7 @@ class EndpointAccess(StoreAccess):
             return self._open_standby(at)
         store = self._open_or_search()
         self._register(store)
-        if self.config.succession:
+        if self.config.succession and self.serves_standby:
             self._serve_standby()
         if store.hosting and self.newcomer and (place := self._search.find(self._own_stores(), hosting=True)):
             first = RoundRecord(new_store_id(), settings=rules(self.config, self).settings)

@@ -83,6 +83,7 @@ class StoreAccess:
     outlives_job = False  # the store, with the keys of the job, is still there when all nodes of the job have ended
     exchange_limit = EXCHANGE_LIMIT  # seconds for one exchange with the store
     me = ""  # the id of this agent's row
+    serves_standby = True  # this node serves a standby store, where its job may need one
     newcomer = True  # no round of the job was seen yet, so its store may be anywhere
     has_moved = False  # this node uses another store than the one that the job was started with
 

@@ -34,6 +34,9 @@ One to three nodes, elastic; the same command on each node, whenever it comes up
 Two nodes with fixed ranks; on the other node the same with --node-rank=1:
   elastirun --nnodes=2 --node-rank=0 --master-addr=node0 --nproc-per-node=8 train.py
 
+Whether nodes and the network between them are fit for a job; the same options on each node:
+  elastirun check --nnodes=2 --rdzv-endpoint=node0 train.py
+
 How a job stands, on a node of the job or from elsewhere:
   elastirun status --rdzv-endpoint=node0
 
@@ -58,14 +61,15 @@ takes precedence over the environment, and the environment over what is detected
 """
 
 
-def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def parse(argv: Sequence[str], more: Sequence[Option] = ()) -> tuple[dict[str, str], list[str]]:
     """Split argv into the options, by dest as text and a flag as "1", and the script with its arguments, which stay untouched.
 
-    The dest "help" stands for --help. Raises ``UsageError`` for an option that does not exist, that is ambiguous, that lacks its value, or
+    The dest "help" stands for --help. ``more``: options besides those of a launch.
+    Raises ``UsageError`` for an option that does not exist, that is ambiguous, that lacks its value, or
     that is a flag and has one.
     """
     params: list[click.Parameter] = [click.Option(["help", "-h", *_beginnings("--help")], is_flag=True)]
-    for option in OPTIONS:
+    for option in (*OPTIONS, *more):
         names = [option.dest, *_beginnings(option.name, option.new), *([f"-{option.short}"] if option.short else [])]
         params.append(click.Option(names, is_flag=True) if option.flag else click.Option(names, callback=_last_value, multiple=True))
     params.append(click.Argument(["script"], nargs=-1, type=click.UNPROCESSED))
@@ -76,7 +80,9 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     except click.NoSuchOption as error:
         raise UsageError(_unknown(error.option_name, argv)) from None
     except click.BadOptionUsage as error:
-        (option,) = (option for option in OPTIONS if error.option_name in (f"-{option.short}", *_beginnings(option.name, option.new)))
+        (option,) = (
+            option for option in (*OPTIONS, *more) if error.option_name in (f"-{option.short}", *_beginnings(option.name, option.new))
+        )
         what = "it is a flag and takes no value" if option.flag else f"the value is missing; write {option.name}={option.metavar}"
         raise UsageError(f"{option.name}: {what}") from None
     script = list(found.pop("script"))

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             sys.exit(subcommands.run(command, words[1:]))
         given = _given_server()
         prepared = _prepare(words, warn=given is None)
+        if isinstance(prepared, LaunchConfig) and prepared.check and given is None:
+            prepared = _check_first(words) or prepared
         status = prepared if isinstance(prepared, int) else _launch(prepared, given, may_stay_above=argv is None)
     except ElastirunError as error:
         _say(str(error))
@@ -101,6 +103,19 @@ def _launch(config: LaunchConfig, given: tuple[int, int] | None, may_stay_above:
 
     early_signals.restrict_to(config.signals)
     return run(config, server)
+
+
+def _check_first(argv: Sequence[str]) -> ExitCode:
+    """Check this node and its network as ``elastirun check`` does. Return 0, or the exit code of a node that takes no part.
+
+    In a process of its own: the agent begins with a process that has no threads, no sockets, and nothing of torch.
+    """
+    checked = subprocess.run([sys.executable, "-m", "elastirun", "check", "--check", *argv], stdin=subprocess.DEVNULL)
+    code = next((one for one in (ExitCode.SICK, ExitCode.RENDEZVOUS) if one == checked.returncode), ExitCode.OK)
+    if code != ExitCode.OK:
+        _say(reason := "--check: this node takes no part in the job, see the lines above")
+        _tell_scheduler(code, reason)
+    return code
 
 
 def _prepare(argv: Sequence[str], warn: bool) -> LaunchConfig | int:

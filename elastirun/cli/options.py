@@ -61,6 +61,7 @@ GROUPS = {
         Option("no_python", "", None, "SCRIPT is a program: run it without python in front."),
         Option("preload", "auto|off|MODULES", "auto", _PRELOAD, new=True),
         Option("keep_warm", "off|TIME", "off", _KEEP_WARM, new=True),
+        Option("check", "", None, "First check the nodes and the network between them; see elastirun check --help.", new=True),
         Option("dry_run", "", None, "Show what would be run, and where each value came from; start nothing.", new=True),
         Option("version", "", None, "Show the version.", new=True, in_environment=False),
         Option("help_all", "", None, "Show every option.", new=True, in_environment=False),

@@ -80,6 +80,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         forward_signals=forward_signals,
         numa_binding=options.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=options.flag("virtual_local_rank"),
+        check=options.flag("check"),
         health=_health(options),
         health_optional=_is_beside_another_agent(options),
         **vars(rendezvous),

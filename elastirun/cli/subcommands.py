@@ -1,4 +1,4 @@
-"""Runs ``elastirun status``, ``scale``, ``report``, ``checkpoint``, ``takeover``, ``warm`` and ``help``.
+"""Runs ``elastirun check``, ``status``, ``scale``, ``report``, ``checkpoint``, ``takeover``, ``warm`` and ``help``.
 
 A script with such a name is started as by torchrun.
 """
@@ -17,6 +17,7 @@ from elastirun.cli.parse import nearest, quote
 from elastirun.errors import NothingFound, StartError, UsageError
 
 MODULES = {  # each has a function ``main``, see ``run``
+    "check": "elastirun.cli.check.command",
     "status": "elastirun.cli.status_command",
     "scale": "elastirun.cli.scale.command",
     "report": "elastirun.cli.report_command",

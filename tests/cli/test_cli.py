@@ -64,6 +64,7 @@ module m PET_MODULE flag
 no-python - PET_NO_PYTHON flag
 preload - PET_PRELOAD auto
 keep-warm - PET_KEEP_WARM off
+check - PET_CHECK flag
 dry-run - PET_DRY_RUN flag
 version - - flag
 help-all - - flag

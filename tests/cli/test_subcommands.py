@@ -10,7 +10,7 @@ import pytest
 
 from elastirun.cli import command_line
 
-KNOWN = "launch, status, scale, report, checkpoint, takeover, warm"
+KNOWN = "launch, check, status, scale, report, checkpoint, takeover, warm"
 
 
 def run(folder: Path, *words: str) -> tuple[int, str, str]:
@@ -23,6 +23,7 @@ def run(folder: Path, *words: str) -> tuple[int, str, str]:
     [
         (["help"], command_line.help_text()),
         (["help", "launch"], command_line.full_help_text()),
+        (["help", "check"], "usage: elastirun check "),
         (["help", "status"], "usage: elastirun status "),
         (["help", "report"], "usage: elastirun report "),
         (["help", "checkpoint"], "Usage: elastirun checkpoint "),
@@ -41,6 +42,9 @@ def test_each_command_shows_what_it_is_asked_for(tmp_path: Path, words: list[str
     ("words", "code", "line"),
     [
         (["help", "lunch"], 2, f"elastirun: help: there is no help on 'lunch' (did you mean launch?); there is for {KNOWN}\n"),
+        (["check", "--shared=here"], 2, "elastirun check: --shared: 'here' is no absolute path; give one that is the same on all nodes\n"),
+        (["check", "--torch=maybe"], 2, "elastirun check: --torch: 'maybe' is neither on nor off\n"),
+        (["check", "--nnodes=2"], 2, "elastirun check: --nnodes: 2 nodes need a place to meet; "),
         (["checkpoint", "ls", "/gone"], 2, "elastirun checkpoint: /gone does not exist\n"),
         (["warm", "start"], 2, "elastirun warm: 'start' is not known here; the only word is stop (see elastirun warm --help)\n"),
         (["takeover", "nobody"], 2, "elastirun takeover: no package of "),
@@ -56,7 +60,7 @@ def test_a_misspelt_command_gets_a_hint(tmp_path: Path) -> None:
     assert run(tmp_path, "statsu")[2].endswith("(did you mean elastirun status?)\n")
 
 
-@pytest.mark.parametrize("name", ["help", "checkpoint", "takeover"])
+@pytest.mark.parametrize("name", ["help", "check", "checkpoint", "takeover"])
 def test_a_script_of_that_name_is_started(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("print('started')")
     assert run(tmp_path, name)[:2] == (0, "started\n")

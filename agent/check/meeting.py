@@ -1,0 +1,195 @@
+"""The meeting of the nodes of a check, at the store where the job will meet, under keys of its own.
+
+One node leads: the first that has written the key ``lead``. It writes down who has come (the roster), collects what all have measured, and
+writes the result. The others read a key or two until that is there. Keys of a check whose nodes were killed may be left in etcd: a lead
+that does not count any more is followed by another, which deletes them. Errors of all methods: ``StoreError``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from elastirun import clock
+from elastirun.agent.check.records import Arrival, Measured, Result, Roster
+from elastirun.agent.host import net
+from elastirun.errors import BadRecord, StoreError
+from elastirun.rendezvous.stores.base import Store
+from elastirun.rendezvous.wire.codec import Codec
+
+PAUSE = 0.1  # seconds between two reads of a node that waits
+STALE = 20.0  # seconds without a count of the lead, after which it is taken for dead; it counts every PAUSE
+END_LIMIT = 120.0  # seconds until a check is over that has begun without this node
+STRANGERS_READ = 1.0  # seconds for nodes whose rows cannot be read to learn that: they cannot read the roster either
+GOODBYE_LIMIT = 15.0  # seconds that the lead and the host of the store wait until all that have measured have read the result
+
+MOST_PORTS = 16  # of one node
+
+T = TypeVar("T")
+Pause = Callable[[float], object]
+
+
+class CheckMeeting:
+    """The part of one node in the meeting. Used by one thread."""
+
+    def __init__(self, store: Store, prefix: str, codec: Codec, arrival: Arrival, pause: Pause) -> None:
+        self._store, self._prefix, self._codec, self._arrival, self._pause = store, f"{prefix}check/", codec, arrival, pause
+        self.unreadable: list[str] = []  # lines on rows of other nodes that could not be read
+        self._count = 0  # of the lead
+        self.leads = False  # this node leads
+        self._seen: tuple[bytes, float] = b"", clock.now()  # the last value of ``lead``, and when it was read first
+
+    def assemble(self, least: int, most: int, limit: float, last_call: float) -> tuple[Roster, dict[str, Arrival]]:
+        """Return the roster, with the arrivals by id: as soon as ``most`` nodes are there, at the latest after ``limit`` seconds.
+
+        ``last_call``: seconds without another node, once ``least`` are there, after which no more are waited for.
+        """
+        me, began, changed, known = self._arrival.id, clock.now(), clock.now(), 0
+        own = self._put(f"node/{me}", self._arrival)
+        while True:
+            found = self._store.get([self._key("lead"), self._key("roster"), self._key(f"node/{me}")])
+            if self._key(f"node/{me}") not in found:  # another lead has taken over, and has deleted what was there
+                self._store.put_if(self._key(f"node/{me}"), None, own)
+            self._follow(found.get(self._key("lead")))
+            if self.leads:
+                arrivals = self._all("node/", Arrival)
+                if len(arrivals) != known:
+                    known, changed = len(arrivals), clock.now()
+                quiet = len(arrivals) >= least and clock.now() - changed >= last_call
+                if len(arrivals) >= most or quiet or clock.now() - began >= limit:
+                    roster = Roster(tuple(sorted(arrivals, key=lambda id: _order(arrivals[id]))), secrets.token_hex(16))
+                    self._put("roster", roster)
+                    return roster, arrivals
+            elif (written := found.get(self._key("roster"))) is not None and not self._is_stale:
+                roster = self._decode("roster", written, Roster)
+                return roster, self._all("node/", Arrival)
+            self._pause(PAUSE)
+
+    def meanwhile(self, done: Callable[[], bool], limit: float) -> None:
+        """Wait until ``done``, for ``limit`` seconds at most, and go on counting if this node leads."""
+        until = clock.now() + limit
+        while not done() and clock.now() < until:
+            if self.leads:
+                self._beat()
+            self._pause(PAUSE / 5)
+
+    def collect(self, roster: Roster, own: Measured, limit: float) -> dict[str, Measured]:
+        """Hand in what this node has measured. For the lead: return what all have, as far as it comes within ``limit`` seconds."""
+        self._put(f"measured/{own.id}", own)
+        if not self.leads:
+            return {}
+        until = clock.now() + limit
+        while True:
+            found = self._all("measured/", Measured)
+            if len(found) >= len(roster.ids) or clock.now() >= until:
+                return found
+            self._beat()
+            self._pause(PAUSE)
+
+    def publish(self, result: Result) -> None:
+        """Write the result."""
+        self._put("result", result)
+
+    def result(self, limit: float) -> Result:
+        """Return the result, which the lead writes within ``limit`` seconds."""
+        until = clock.now() + limit
+        while (written := self._store.get([self._key("result")]).get(self._key("result"))) is None:
+            if clock.now() >= until:
+                raise StoreError("the node that leads the check has written no result; it may have ended")
+            self._pause(PAUSE)
+        return self._decode("result", written, Result)
+
+    def part(self) -> None:
+        """Say that this node has read the result. Whoever leads or hosts the store waits until all have; the lead deletes all keys."""
+        with suppress(StoreError):
+            until = clock.now() + GOODBYE_LIMIT
+            self._store.put_if(self._key(f"read/{self._arrival.id}"), None, b"1")
+            while (self.leads or self._arrival.hosting) and clock.now() < until:
+                if len(self._store.under(self._key("read/"))) >= len(self._store.under(self._key("measured/"))):
+                    break
+                self._pause(PAUSE)
+            if self.leads:
+                self._pause(STRANGERS_READ if self.unreadable else 0.0)
+                self._delete(("read/", "measured/", "node/", "roster", "result", "lead"))
+
+    def await_end(self, hosted: bool) -> None:
+        """Wait until the store ends with the check, where a node of the check hosts it: the job must not meet in a store that ends."""
+        until = clock.now() + END_LIMIT
+        with suppress(StoreError):
+            while hosted and not self._arrival.hosting and clock.now() < until:
+                self._store.get([self._key("lead")])
+                self._pause(PAUSE)
+
+    def _follow(self, lead: bytes | None) -> None:
+        """Become the lead if there is none, or none that counts. Count, if this node is it."""
+        if self.leads:
+            self._beat()
+            return
+        if lead != self._seen[0]:
+            self._seen = lead or b"", clock.now()
+        if lead is None or self._is_stale:
+            self.leads = self._store.put_if(self._key("lead"), lead, self._lead_value) == self._lead_value
+            if self.leads:  # of an earlier check at a store that is still there
+                self._delete(("read/", "measured/", "roster", "result", *(["node/"] if lead is not None else [])))
+
+    @property
+    def _is_stale(self) -> bool:
+        return bool(self._seen[0]) and clock.now() - self._seen[1] > STALE
+
+    @property
+    def _lead_value(self) -> bytes:
+        return f"{self._arrival.id} {self._count}".encode()
+
+    def _beat(self) -> None:
+        before = self._lead_value
+        self._count += 1
+        if self._store.put_if(self._key("lead"), before, self._lead_value) != self._lead_value:
+            raise StoreError("another node leads the check now: this one stood still for too long")
+
+    def _delete(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            for key in self._store.under(self._key(name)) if name.endswith("/") else (self._key(name),):
+                self._store.delete(key)
+
+    def _all(self, below: str, kind: type[T]) -> dict[str, T]:
+        """Return the records below a key, by id. Of each that cannot be read there is a line in ``unreadable``."""
+        found: dict[str, T] = {}
+        for key, value in self._store.under(self._key(below)).items():
+            try:
+                id, record = key.removeprefix(self._key(below)), self._codec.decode(key, value, kind)
+                if not _belongs(record, id):
+                    raise BadRecord(f"{key}: not the record of a node of that name")
+                found[id] = record
+            except BadRecord as error:
+                if (line := str(error)) not in self.unreadable and len(self.unreadable) < 100:
+                    self.unreadable.append(line)
+        return found
+
+    def _put(self, name: str, record: object) -> bytes:
+        value = self._codec.encode(self._key(name), record)
+        if self._store.put_if(self._key(name), None, value) != value:
+            raise StoreError(f"another node has written {self._key(name)}")
+        return value
+
+    def _decode(self, name: str, value: bytes, kind: type[T]) -> T:
+        try:
+            return self._codec.decode(self._key(name), value, kind)
+        except BadRecord as error:
+            raise StoreError(str(error)) from None
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+
+def _belongs(record: Any, id: str) -> bool:
+    """Tell whether a record that parses is that of the node ``id``, and can be worked with: anybody may have written it."""
+    ports = (*record.ports, record.meet or 1) if isinstance(record, Arrival) else ()
+    addressed = net.is_number(record.address) if isinstance(record, Arrival) else True
+    return bool(record.id == id and addressed and len(ports) <= MOST_PORTS and all(0 < port < 1 << 16 for port in ports))
+
+
+def _order(arrival: Arrival) -> tuple[bool, int, str, str]:
+    """Return what the nodes are sorted by: the host of the store first, then rank and name."""
+    return not arrival.hosting, arrival.rank if arrival.rank is not None else 1 << 20, arrival.name, arrival.id

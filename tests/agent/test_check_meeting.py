@@ -1,0 +1,122 @@
+"""The meeting of the nodes of ``elastirun check`` at a store: who leads, who is on the roster, what is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from elastirun.agent.check import meeting as module
+from elastirun.agent.check.meeting import CheckMeeting
+from elastirun.agent.check.records import Arrival, Measured, Result
+from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.wire.codec import Codec
+from tests.agent.test_check_verdict import node
+
+Wait = Callable[[float], object]
+
+
+class Locked(MemoryStore):
+    """A store in memory that several threads use."""
+
+    lock = threading.Lock()
+
+    def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        with self.lock:
+            return super().put_if(key, expected, value)
+
+
+def meet(data: dict[str, bytes], arrival: Arrival, wait: Wait = lambda seconds: threading.Event().wait(0.001)) -> CheckMeeting:
+    return CheckMeeting(Locked(data), "job/", Codec(), arrival, wait)
+
+
+def expected(count: int, limit: float = 60.0) -> tuple[int, int, float, float]:
+    return count, count, limit, 60.0
+
+
+def whole(data: dict[str, bytes], arrival: Arrival, count: int) -> tuple[tuple[str, ...], bool, Result]:
+    """Take part from the beginning to the end. Return the ids of the roster, whether this node led, and the result."""
+    meeting = meet(data, arrival)
+    roster, _ = meeting.assemble(*expected(count))
+    found = meeting.collect(roster, Measured(arrival.id, (), (), ()), 60.0)
+    if meeting.leads:
+        assert found.keys() == {*roster.ids}
+        meeting.publish(Result((), ()))
+    result = meeting.result(60.0)
+    meeting.part()
+    return roster.ids, meeting.leads, result
+
+
+def test_nodes_agree_on_the_roster_one_leads_and_nothing_is_left() -> None:
+    data: dict[str, bytes] = {}
+    found: list[tuple[tuple[str, ...], bool, Result]] = []
+    threads = [threading.Thread(target=lambda i=i: found.append(whole(data, node(i), 5))) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {ids for ids, _, _ in found} == {("n0", "n1", "n2", "n3", "n4")} and len(found) == 5
+    assert sum(leads for _, leads, _ in found) == 1
+    assert not [key for key in data if "read/" not in key]
+
+
+def test_the_host_of_the_store_comes_first_then_ranks() -> None:
+    data: dict[str, bytes] = {}
+    for one in (node(3, rank=1), replace(node(2, rank=2), hosting=True)):
+        data[f"job/check/node/{one.id}"] = Codec().encode(f"job/check/node/{one.id}", one)
+    roster, _ = meet(data, node(1, rank=0)).assemble(*expected(3))
+    assert roster.ids == ("n2", "n1", "n3")
+
+
+def test_who_has_come_is_checked_when_the_limit_is_over_or_nobody_comes_any_more() -> None:
+    roster, _ = meet({}, node(1)).assemble(*expected(3, limit=0.01))
+    assert roster.ids == ("n1",)
+    roster, _ = meet({}, node(1)).assemble(1, 3, 60.0, 0.01)
+    assert roster.ids == ("n1",)
+
+
+def test_a_node_that_comes_later_is_not_on_the_roster() -> None:
+    data: dict[str, bytes] = {}
+    meet(data, node(0)).assemble(*expected(1))
+    roster, arrivals = meet(data, node(1)).assemble(*expected(1))
+    assert roster.ids == ("n0",) and arrivals.keys() == {"n0", "n1"}
+
+
+def test_a_lead_that_was_killed_is_followed_by_another_which_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    data: dict[str, bytes] = {}
+    meet(data, node(0)).assemble(*expected(1))
+    monkeypatch.setattr(module, "STALE", 0.05)
+    meeting = meet(data, node(1))
+    data.pop("job/check/roster")
+    roster, _ = meeting.assemble(*expected(2, limit=0.3))
+    assert meeting.leads and roster.ids == ("n1",), "the row of the node that was killed is gone"
+
+
+def test_a_lead_that_another_one_has_replaced_ends() -> None:
+    data: dict[str, bytes] = {}
+    meeting = meet(data, node(0))
+    meeting.assemble(*expected(1))
+    data["job/check/lead"] = b"another 0"
+    with pytest.raises(StoreError, match="another node leads the check now"):
+        meeting.meanwhile(lambda: False, 1.0)
+
+
+def test_a_lead_that_writes_no_result_is_not_waited_for_for_ever() -> None:
+    data: dict[str, bytes] = {}
+    meet(data, node(0)).assemble(*expected(1))
+    with pytest.raises(StoreError, match="has written no result"):
+        meet(data, node(1)).result(0.05)
+
+
+@pytest.mark.parametrize(
+    "change", [{"id": "other"}, {"ports": (70_000,)}, {"ports": (0,)}, {"ports": tuple(range(1, 30))}, {"meet": -1}, {"address": "a name"}]
+)
+def test_rows_that_no_node_would_write_are_left_out(change: dict[str, object]) -> None:
+    key = "job/check/node/n1"
+    data = {key: Codec().encode(key, replace(node(1), **change)), "job/check/node/n2": b"\xff garbage"}  # type: ignore[arg-type]
+    meeting = meet(data, node(0))
+    roster, _ = meeting.assemble(*expected(3, limit=0.01))
+    assert roster.ids == ("n0",) and len(meeting.unreadable) == 2
