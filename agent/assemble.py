@@ -37,7 +37,7 @@ from elastirun.agent.processes.signals import Signals
 from elastirun.agent.quarantine import Quarantine
 from elastirun.agent.round_start import RoundStart
 from elastirun.agent.session import Session
-from elastirun.agent.status import health
+from elastirun.agent.status import health, own_agents
 from elastirun.agent.status.shared_devices import TwinWarning, devices
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.store.other_jobs import OtherJobs
@@ -143,6 +143,7 @@ def assemble(
     quarantine = Quarantine(config, session, accounting, tracker, stragglers, log.write, warn, agent.sits_out)
     shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine, hangs)
     stack.callback(health.serve(shown, selector, say))
+    socket.serve(own_agents.SNAPSHOT, lambda client, rest: socket.answer(client, health.described(shown, tree.mark)))
     guard = GuardLease(config, tree, session)
     twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)
     parts = (

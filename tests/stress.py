@@ -20,6 +20,7 @@ SUITES = {  # name -> module; what it does is in the first line of its docstring
     "transcripts": "tests.sim.transcript",
     "unnoticed": "tests.sim.mutants",
     "chaos": "tests.chaos.__main__",
+    "chaos-examples": "tests.system.chaos_examples",
     "agent-kills": "tests.system.agent_kills",
     "host-losses": "tests.system.host_losses",
     "falling-hosts": "tests.system.falling_hosts",

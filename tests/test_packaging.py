@@ -138,7 +138,7 @@ def test_an_installed_wheel_trains_and_has_every_command(bare: Path, tmp_path: P
     lines = run(bare / "elastirun", "--standalone", "--nproc-per-node=2", "train.py", cwd=tmp_path).splitlines()
     assert {"rank 0 moved by 1.500", "rank 1 moved by 1.500"} <= {*lines}, "the mean of 1 and 2"
     assert run(bare / "elastirun", "--version", cwd=tmp_path) == f"elastirun {elastirun.__version__}\n"
-    for name in ("status", "report", "checkpoint", "takeover", "warm"):
+    for name in ("status", "report", "chaos", "checkpoint", "takeover", "warm"):
         assert f"usage: elastirun {name}" in run(bare / "elastirun", name, "--help", cwd=tmp_path).replace("Usage", "usage")
     done = subprocess.run([bare / "elastirun", "status", "no-such-job"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (4, "") and done.stderr.startswith("elastirun status: no job 'no-such-job' on this machine")

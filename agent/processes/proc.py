@@ -104,8 +104,8 @@ def name(pid: int) -> str:
         return ""
 
 
-def kill(process: ProcessStat) -> bool:
-    """Send SIGKILL, and return whether it was sent. A later process with the same pid is never hit."""
+def kill(process: ProcessStat, signum: int = signal.SIGKILL) -> bool:
+    """Send the signal, and return whether it was sent. A later process with the same pid is never hit."""
     try:
         fd = linux.pidfd_open(process.pid)
     except OSError:
@@ -114,7 +114,7 @@ def kill(process: ProcessStat) -> bool:
         now = look(process.pid)  # after the pidfd was opened, so that both are the same process
         if now is None or now.started != process.started or not now.alive:
             return False
-        linux.pidfd_send_signal(fd, signal.SIGKILL)
+        linux.pidfd_send_signal(fd, signum)
         return True
     except OSError:
         return False

@@ -119,6 +119,12 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
     )
 
 
+def described(parts: Parts, mark: str) -> str:
+    """Return the snapshot as a line of JSON, with the marks of the agent and the pids of its workers by rank, for ``elastirun chaos``."""
+    pids = {process.spec.rank: process.pid for process in parts.workers.processes.values()}
+    return json.dumps({**asdict(snapshot(parts, clock.now())), "mark": mark, "pids": pids})
+
+
 def _joins_waiting(machine: Machine) -> int:
     """Return how many nodes wait to be in the next round. A running node reads only its neighbours' rows, so it may see fewer."""
     rows = {**machine.store.rows, machine.row.id: machine.row}

@@ -19,6 +19,7 @@ from elastirun.worker import agent_socket
 
 ASK_LIMIT = 1.0  # seconds for the answer of an agent, which may be busy
 MOST_AGENTS = 64  # that are asked
+SNAPSHOT = "snapshot"  # the question for the fields of /status, which ``health.described`` answers
 LISTENS = "00010000"  # in the column Flags of /proc/net/unix
 
 

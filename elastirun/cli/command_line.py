@@ -43,6 +43,9 @@ How a job stands, on a node of the job or from elsewhere:
 What happened in a job, as a page for a browser, from the events that --log-dir keeps:
   elastirun report DIR
 
+Whether a running job of yours goes on after kills and freezes, on one of its nodes:
+  elastirun chaos --for=10m
+
 Checkpoints of elastirun.train; a launcher that calls torchrun from inside; more about each command:
   elastirun checkpoint ls DIR
   elastirun takeover accelerate launch train.py

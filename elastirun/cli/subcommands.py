@@ -1,4 +1,4 @@
-"""Runs ``elastirun check``, ``status``, ``scale``, ``report``, ``checkpoint``, ``takeover``, ``warm`` and ``help``.
+"""Runs ``elastirun check``, ``status``, ``scale``, ``report``, ``chaos``, ``checkpoint``, ``takeover``, ``warm`` and ``help``.
 
 A script with such a name is started as by torchrun.
 """
@@ -21,6 +21,7 @@ MODULES = {  # each has a function ``main``, see ``run``
     "status": "elastirun.cli.status_command",
     "scale": "elastirun.cli.scale.command",
     "report": "elastirun.cli.report_command",
+    "chaos": "elastirun.chaos.command",
     "checkpoint": "elastirun.checkpoint.__main__",
     "takeover": "elastirun.takeover",
     "warm": "elastirun.cli.warm_command",

@@ -10,7 +10,7 @@ import pytest
 
 from elastirun.cli import command_line
 
-KNOWN = "launch, check, status, scale, report, checkpoint, takeover, warm"
+KNOWN = "launch, check, status, scale, report, chaos, checkpoint, takeover, warm"
 
 
 def run(folder: Path, *words: str) -> tuple[int, str, str]:
@@ -25,7 +25,9 @@ def run(folder: Path, *words: str) -> tuple[int, str, str]:
         (["help", "launch"], command_line.full_help_text()),
         (["help", "check"], "usage: elastirun check "),
         (["help", "status"], "usage: elastirun status "),
+        (["help", "scale"], "usage: elastirun scale "),
         (["help", "report"], "usage: elastirun report "),
+        (["help", "chaos"], "usage: elastirun chaos "),
         (["help", "checkpoint"], "Usage: elastirun checkpoint "),
         (["help", "takeover"], "usage: elastirun takeover "),
         (["help", "warm"], "usage: elastirun warm "),
