@@ -636,11 +636,6 @@ MUTANTS = (
         seen_by="elastic::the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again",
     ),
     mutant(
-        "a step that comes from the directory is not saved again",
-        *("live.world_checkpoints:WorldCheckpoints.publish", never("restored")),
-        seen_by="elastic::the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again",
-    ),
-    mutant(
         "a save returns when it is published",
         *("live.world_checkpoints:WorldCheckpoints.publish", without("wait")),
         seen_by="elastic::a_save_that_loses_a_peer_is_made_in_the_next_round",

@@ -44,7 +44,7 @@ class WorldCheckpoints:
 
     def publish(self) -> None:
         """Save the state, unless it comes from the newest checkpoint, and wait until it is published."""
-        if self.current is None or self.current.restored == self._state.step:
+        if self.current is None or self.current.restored == self._state.step:  # then nothing is opened for it either
             return
         self.current.save(self._state.step, self._state, now=True)
         with saving():
