@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +16,7 @@ from elastirun.errors import StartError
 from elastirun.rendezvous.wire.codec import clip
 
 START_LIMIT = 60.0  # seconds for importing torch: a cold disk may take most of a minute
+TOGETHER_LIMIT = 30.0  # seconds that a node waits before a turn for the others: they may have to import torch still
 SLACK = 5.0  # seconds beyond a limit, after which the process itself hangs
 TURN_LIMIT, GPU_TURN_LIMIT = 8.0, 40.0  # seconds for one all-reduce; the first one with GPUs starts CUDA and NCCL
 MOST_WORKERS = 8  # of a node without GPUs that take part inside: they import nothing, but each needs memory
@@ -29,8 +28,8 @@ class TorchProbe:
     def __init__(self, environ: Mapping[str, str], nproc: int, gpus: int) -> None:
         self._workers = min(nproc, gpus or MOST_WORKERS)
         self._gpu, self._turn_limit = gpus > 0, GPU_TURN_LIMIT if gpus else TURN_LIMIT
-        self.limit = START_LIMIT + (1 + 1 + 2 + 3) * self._turn_limit + 4 * SLACK  # seconds for all of it: inside, and in three turns
-        self.spread = 5 * self._turn_limit  # seconds from the first node that is ready to the last one, whose partners failed
+        self.limit = START_LIMIT + self._turn_limit + SLACK  # seconds for any of the all-reduces
+        self.spread = 3 * (TOGETHER_LIMIT + self._turn_limit)  # seconds from the first node that is ready to the last one
         command = [sys.executable, "-m", "elastirun.agent.check.torch_probe"]
         self._environ = {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
@@ -50,30 +49,21 @@ class TorchProbe:
 
     def inside(self) -> Collective:
         """Multiply matrices and reduce among the workers of this node."""
-        with tempfile.TemporaryDirectory(prefix="elastirun-check-") as folder:
-            path = os.path.join(folder, "store")
-            return self._ask("", self._turn_limit, "127.0.0.1", ranks=[*range(self._workers)], size=self._workers, path=path)
+        return self._ask("", self._turn_limit, "127.0.0.1", ranks=[*range(self._workers)], size=self._workers, address="127.0.0.1", port=0)
 
-    def across(self, me: Arrival, others: Sequence[Arrival | None]) -> list[Collective]:
-        """Reduce with each of ``others`` in turn, where the one with the smaller id serves the store. None: a turn without a partner.
-
-        A turn may last longer the later it is, because the partner may have waited for another one that did not come.
-        """
-        found = []
-        for turn, other in enumerate(others, 1):
-            if other is not None and me.meet and other.meet:
-                first, rank = (me, 0) if me.id < other.id else (other, 1)
-                where: dict[str, Any] = {"address": first.address, "port": first.meet}
-                gpu = self._gpu and bool(other.facts.gpus) and me.host != other.host  # NCCL refuses two ranks on one GPU
-                found.append(self._ask(other.id, turn * self._turn_limit, me.address, ranks=[rank], size=2, path="", gpu=gpu, **where))
-        return found
+    def across(self, me: Arrival, other: Arrival) -> Collective:
+        """Reduce with another node, which does the same now. The one with the smaller id serves the store, at its port for that."""
+        first, rank = (me, 0) if me.id < other.id else (other, 1)
+        gpu = self._gpu and bool(other.facts.gpus) and me.host != other.host  # NCCL refuses two ranks on one GPU
+        where: dict[str, Any] = {"address": first.address, "port": first.meet}
+        return self._ask(other.id, self._turn_limit, me.address, ranks=[rank], size=2, gpu=gpu, **where)
 
     def _ask(self, peer: str, limit: float, own: str, **request: Any) -> Collective:
         assert self._process.stdin is not None and self._process.stdout is not None
         interface = net.interface_of(own)
         names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}  # as in the job
         given = {name: value for name, value in names.items() if name not in self._environ}
-        request = {"address": "", "port": 0, "gpu": self._gpu, "limit": limit, "env": given, "own": bool(interface), **request}
+        request = {"gpu": self._gpu, "inside": not peer, "limit": limit, "env": given, "own": bool(interface), **request}
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()

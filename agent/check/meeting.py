@@ -7,8 +7,9 @@ that does not count any more is followed by another, which deletes them. Errors 
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ STRANGERS_READ = 1.0  # seconds for nodes whose rows cannot be read to learn tha
 GOODBYE_LIMIT = 15.0  # seconds that the lead and the host of the store wait until all that have measured have read the result
 
 MOST_PORTS = 16  # of one node
+
+_LEAD = re.compile(rb"[!-~]{1,400} [0-9]{1,12}")  # an id, and a count
 
 T = TypeVar("T")
 Pause = Callable[[float], object]
@@ -75,6 +78,16 @@ class CheckMeeting:
                 self._beat()
             self._pause(PAUSE / 5)
 
+    def await_all(self, turn: int, ids: Collection[str], limit: float) -> list[str]:
+        """Wait until all nodes of ``ids``, this one among them, are at ``turn``, for ``limit`` seconds at most. Return those that are."""
+        self._store.put_if(self._key(f"ready/{turn}/{self._arrival.id}"), None, b"1")
+        until, keys = clock.now() + limit, {id: self._key(f"ready/{turn}/{id}") for id in ids}
+        while len(found := self._store.get(keys.values())) < len(keys) and clock.now() < until:
+            if self.leads:
+                self._beat()
+            self._pause(PAUSE)
+        return [id for id, key in keys.items() if key in found]
+
     def collect(self, roster: Roster, own: Measured, limit: float) -> dict[str, Measured]:
         """Hand in what this node has measured. For the lead: return what all have, as far as it comes within ``limit`` seconds."""
         self._put(f"measured/{own.id}", own)
@@ -94,9 +107,10 @@ class CheckMeeting:
 
     def result(self, limit: float) -> Result:
         """Return the result, which the lead writes within ``limit`` seconds."""
-        until = clock.now() + limit
-        while (written := self._store.get([self._key("result")]).get(self._key("result"))) is None:
-            if clock.now() >= until:
+        until, keys = clock.now() + limit, [self._key("result"), self._key("lead")]
+        while (written := (found := self._store.get(keys)).get(keys[0])) is None:
+            self._note_lead(found.get(keys[1]))
+            if self._is_stale or clock.now() >= until:
                 raise StoreError("the node that leads the check has written no result; it may have ended")
             self._pause(PAUSE)
         return self._decode("result", written, Result)
@@ -112,7 +126,7 @@ class CheckMeeting:
                 self._pause(PAUSE)
             if self.leads:
                 self._pause(STRANGERS_READ if self.unreadable else 0.0)
-                self._delete(("read/", "measured/", "node/", "roster", "result", "lead"))
+                self._delete(("read/", "ready/", "measured/", "node/", "roster", "result", "lead"))
 
     def await_end(self, hosted: bool) -> None:
         """Wait until the store ends with the check, where a node of the check hosts it: the job must not meet in a store that ends."""
@@ -127,12 +141,15 @@ class CheckMeeting:
         if self.leads:
             self._beat()
             return
-        if lead != self._seen[0]:
-            self._seen = lead or b"", clock.now()
+        self._note_lead(lead)
         if lead is None or self._is_stale:
             self.leads = self._store.put_if(self._key("lead"), lead, self._lead_value) == self._lead_value
             if self.leads:  # of an earlier check at a store that is still there
-                self._delete(("read/", "measured/", "roster", "result", *(["node/"] if lead is not None else [])))
+                self._delete(("read/", "ready/", "measured/", "roster", "result", *(["node/"] if lead is not None else [])))
+
+    def _note_lead(self, lead: bytes | None) -> None:
+        if lead != self._seen[0]:
+            self._seen = lead or b"", clock.now()
 
     @property
     def _is_stale(self) -> bool:
@@ -143,9 +160,13 @@ class CheckMeeting:
         return f"{self._arrival.id} {self._count}".encode()
 
     def _beat(self) -> None:
-        before = self._lead_value
+        key, before = self._key("lead"), self._lead_value
         self._count += 1
-        if self._store.put_if(self._key("lead"), before, self._lead_value) != self._lead_value:
+        if self._store.put_if(key, before, self._lead_value) == self._lead_value:
+            return
+        found = self._store.get([key]).get(key)
+        other = found is not None and _LEAD.fullmatch(found)  # else a stranger has written or deleted it
+        if other or self._store.put_if(key, found, self._lead_value) != self._lead_value:
             raise StoreError("another node leads the check now: this one stood still for too long")
 
     def _delete(self, names: tuple[str, ...]) -> None:

@@ -9,13 +9,15 @@ import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from elastirun import clock
 from elastirun.agent.check import collectives, facts, links, plan
 from elastirun.agent.check.meeting import CheckMeeting
 from elastirun.agent.check.probe_server import ProbeServer
-from elastirun.agent.check.records import Arrival, Facts, Finding, Measured, Result, Roster, Unseen
+from elastirun.agent.check.records import Arrival, Collective, Facts, Finding, Measured, Result, Roster, Unseen
 from elastirun.agent.check.verdict import BAD, judge
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host import name_servers, net
@@ -30,6 +32,7 @@ from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.threads import start_thread
 
+T = TypeVar("T")
 RETRY = 0.2  # seconds between two attempts to reach the store
 SAY_AFTER = 5.0  # seconds without the store after which people are told what is waited for
 AGAIN = "start the check again on all nodes"
@@ -171,17 +174,33 @@ class _Node:
 
     def _measure(self, meeting: CheckMeeting, roster: Roster, arrivals: dict[str, Arrival], own: Arrival) -> Measured:
         peers = [arrivals[id] for id in plan.peers(roster.ids, self.id, roster.secret)]
-        found: list[Measured] = []
 
-        def measure() -> None:
+        def measure() -> Measured:
             ways = links.measure(peers, roster.secret)
-            names, unseen, reduced = links.look_up(peers), self._unseen(peers), []
-            if self._probe is not None:
-                partners = [arrivals.get(id or "") for id in plan.turns(roster.ids, self.id)]
-                reduced = [self._probe.inside(), *self._probe.across(own, partners)]
-            found.append(Measured(self.id, ways, names, unseen, tuple(reduced)))
+            names, unseen = links.look_up(peers), self._unseen(peers)
+            return Measured(self.id, ways, names, unseen, (self._probe.inside(),) if self._probe else ())
 
-        if start_thread("check measures", measure) is None:
+        measured = self._beside(meeting, measure)
+        if self._probe is None or not own.meet:
+            return measured
+        return replace(measured, collectives=(*measured.collectives, *self._reduce(meeting, self._probe, roster, arrivals, own)))
+
+    def _reduce(
+        self, meeting: CheckMeeting, probe: collectives.TorchProbe, roster: Roster, arrivals: dict[str, Arrival], own: Arrival
+    ) -> list[Collective]:
+        """Reduce with neighbours. All begin each turn together: a node has one port for that, where its next partner must not call yet."""
+        found: list[Collective] = []
+        here: Sequence[str] = [id for id in roster.ids if arrivals[id].meet]
+        for turn, partner in enumerate(plan.turns(roster.ids, self.id)):
+            here = meeting.await_all(turn, here, collectives.TOGETHER_LIMIT)
+            if partner is not None and partner in here:
+                found.append(self._beside(meeting, partial(probe.across, own, arrivals[partner])))
+        return found
+
+    def _beside(self, meeting: CheckMeeting, what: Callable[[], T]) -> T:
+        """Return what ``what`` returns, in a thread, while this one takes part in the meeting."""
+        found: list[T] = []
+        if start_thread("check measures", lambda: found.append(what())) is None:
             raise StartError("no thread can be started here")
         meeting.meanwhile(lambda: bool(found), self._limit)
         if not found:

@@ -37,6 +37,9 @@ def main() -> None:
 def _together(request: dict[str, Any]) -> dict[str, Any]:
     """Carry out a request in one process for each of its ranks. Return the first error, or the longest times."""
     until, pipes, pids, found = time.monotonic() + request["limit"], {}, [], []
+    listening = socket.create_server((request["address"], 0)) if request["inside"] else None  # for the store of the ranks here
+    if listening is not None:
+        request = {**request, "listening": listening, "port": listening.getsockname()[1]}
     for rank in request["ranks"]:
         reading, writing = os.pipe()
         if not (pid := os.fork()):
@@ -50,6 +53,8 @@ def _together(request: dict[str, Any]) -> dict[str, Any]:
             os.close(reading)
             found.append(json.loads(text) if text else {"error": f"local rank {pipes[reading]} crashed"})
             del pipes[reading]
+    if listening is not None:
+        listening.close()
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -76,14 +81,14 @@ def _reduce(request: dict[str, Any], rank: int) -> dict[str, float]:
     torch, dist = sys.modules["torch"], sys.modules["torch.distributed"]
     limit, size = timedelta(seconds=request["limit"]), request["size"]
     gpu = request["gpu"] and torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count() if not request["address"] else 0) if gpu else torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count() if request["inside"] else 0) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     matrix, count = torch.rand(SIZE, SIZE, device=device), time.perf_counter if gpu else time.thread_time
     product = min(_timed(lambda: torch.mm(matrix, matrix), gpu, count) for _ in range(TRIALS))
     if size < 2 and not gpu:
         return {"matmul": product, "took": 0.0}
-    store: Any = dist.FileStore(request["path"], size) if request["path"] else _tcp_store(request, rank == 0)
+    store = _tcp_store(request, rank == 0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit)
     took = 0.0
     for where in ("cpu", device) if gpu else ("cpu",):
@@ -98,6 +103,8 @@ def _reduce(request: dict[str, Any], rank: int) -> dict[str, float]:
 def _tcp_store(request: dict[str, Any], serves: bool) -> Any:
     from elastirun.rendezvous.stores import tcp_server, torch_class
 
+    if serves and request["inside"]:
+        return tcp_server.serve(request["listening"])
     if serves:
         family = socket.AF_INET6 if ":" in request["address"] else socket.AF_INET
         address = request["address"] if request["own"] else ""  # NAT leads to one of our addresses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elastirun.agent.check import between, own_findings
@@ -33,7 +33,8 @@ def judge(
     arrivals = [replace(one, name=f"{one.name} ({one.address})") if names[one.name] > 1 else one for one in arrivals]
     of = {one.id: one for one in arrivals}
     known = {id: found for id, found in measured.items() if id in of and {link.peer for link in found.links} <= of.keys()}
-    tried = [Way(id, peer) for id in known for peer in peers.get(id, ())]
+    there = {id: _of_those(found, known.keys()) for id, found in known.items()}  # who has ended is named once
+    tried = [Way(id, peer) for id in known for peer in peers.get(id, ()) if peer in known]
     links = [(id, link) for id, found in known.items() for link in found.links]
     offsets = between.clock_offsets(arrivals, links)
     matmuls = {id: max(one.matmul for one in found.collectives) for id, found in known.items() if found.collectives}
@@ -43,13 +44,13 @@ def judge(
         *(finding for one in arrivals for finding in own_findings.of_node(one)),
         *own_findings.beside_others(arrivals, matmuls),
         *_absent(arrivals, known, least, unreadable),
-        *between.unreached(of, known, tried),
+        *between.unreached(of, there, tried),
         *losses,
         *between.clocks(of, offsets),
         *between.names(of, known),
         *between.folders(of, known, tried),
         *between.rates(of, links, tried, {name for finding in losses for name in finding.nodes}),
-        *between.collectives(of, known),
+        *between.collectives(of, there),
     ][:MOST_FINDINGS]
     out, doubtful = excluded([one.name for one in arrivals], findings), {name for finding in findings for name in finding.nodes}
     reports = []
@@ -98,6 +99,12 @@ def _absent(arrivals: Sequence[Arrival], measured: Mapping[str, Measured], least
     for one in arrivals:
         if one.id not in measured:
             yield Finding("silent", (one.name,), "it has come, and then sent nothing more", "look at its output")
+
+
+def _of_those(found: Measured, ids: Collection[str]) -> Measured:
+    """Return what was measured of the nodes ``ids``, and of this node itself."""
+    reduced = tuple(one for one in found.collectives if not one.peer or one.peer in ids)
+    return replace(found, links=tuple(link for link in found.links if link.peer in ids), collectives=reduced)
 
 
 def _median(values: Iterable[float]) -> float:

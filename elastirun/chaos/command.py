@@ -100,7 +100,7 @@ def _ask(yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError("nothing was done, because there is no terminal to ask at; give --yes to do it")
+        raise StartError("nothing was done, because there is no terminal to ask at; give --yes to do it")
     with suppress(click.Abort):
         if click.confirm("Do it?"):
             return
@@ -157,7 +157,7 @@ def _shown(job: str, plan: Sequence[PlannedFault], agents: Sequence[RunningAgent
         workers = ", ".join(f"rank {agent.ranks[pid]} pid {pid}" if pid in agent.ranks else f"pid {pid}" for pid in agent.training)
         host = ", hosts the store" if agent.hosts_store else ""
         lines.append(f"  {agent.node}  {agent.state}  agent pid {agent.process.pid}{host}  workers that step: {workers or 'none'}")
-    lines += ["", f"{len(plan)} faults; to these as the job is now, but each is looked up again when it is time:"]
+    lines += ["", f"{len(plan)} fault{'s' * (len(plan) != 1)}; to these as the job is now, but each is looked up again when it is time:"]
     for fault in plan:
         victim = choose(fault, agents, terms.comes_back)
         what = f"{DEEDS[fault.kind]}: {victim.name}" if isinstance(victim, FaultTarget) else f"left out: {victim}"

@@ -113,6 +113,9 @@ class Play:
         recovery = self.last = Recovery(self.terms, outcome, victim, before, since, hit[0] if fault.kind == FREEZE else None, launch)
         try:
             return self._await(recovery)
+        except KeyboardInterrupt:
+            self.outcomes.append(replace(outcome, left_out="interrupted, and undone"))
+            raise
         finally:
             recovery.finish()
 

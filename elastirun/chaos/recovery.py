@@ -52,7 +52,8 @@ class Recovery:
 
     def __post_init__(self) -> None:
         self._gone_at: float | None = None  # when the agent was seen to have ended
-        self._deadline = self.since / NS + self.terms.limit + (self.terms.freeze if self.frozen else 0.0)
+        more = self.terms.freeze if self.frozen else self.terms.restart if self.launch else None
+        self._deadline = self.since / NS + self.terms.limit + (more or 0.0)
 
     def act(self) -> subprocess.Popen[bytes] | None:
         """Do what is due. Return the agent that has been started now. Errors: OSError."""
@@ -108,7 +109,8 @@ class Recovery:
         back = not comes_back or len(others) >= len(self.before)
         outcome = replace(self.outcome, seconds=step.seconds if step else None, lost=step.lost if step else None)
         if step and back:
-            return outcome
+            late = step.seconds > self.terms.limit + ((self.terms.restart or 0.0) if self.child else 0.0)
+            return replace(outcome, trouble=f"the next step came later than {self.terms.limit:g} s") if late else outcome
         if self.child is not None and self.child.returncode is not None:
             return replace(outcome, trouble=f"the agent that was started again has ended with exit code {self.child.returncode}")
         if not comes_back and not any_lives:

@@ -40,6 +40,9 @@ Whether nodes and the network between them are fit for a job; the same options o
 How a job stands, on a node of the job or from elsewhere:
   elastirun status --rdzv-endpoint=node0
 
+How many nodes it is to have from now on, within its --nnodes=MIN:MAX:
+  elastirun scale 4
+
 What happened in a job, as a page for a browser, from the events that --log-dir keeps:
   elastirun report DIR
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.wire.codec import Codec
 from tests.agent.test_check_verdict import node
+from tests.support.until import until
 
 Wait = Callable[[float], object]
 
@@ -104,11 +106,41 @@ def test_a_lead_that_another_one_has_replaced_ends() -> None:
         meeting.meanwhile(lambda: False, 1.0)
 
 
-def test_a_lead_that_writes_no_result_is_not_waited_for_for_ever() -> None:
+def test_all_begin_their_all_reduces_together_and_who_does_not_come_is_not_waited_for_for_ever() -> None:
+    data: dict[str, bytes] = {}
+    one, other = meet(data, node(0)), meet(data, node(1))
+    one.assemble(*expected(1))
+    together: list[list[str]] = []
+    thread = threading.Thread(target=lambda: together.append(one.await_all(0, ("n0", "n1"), 600.0)))
+    thread.start()
+    until(lambda: "job/check/ready/0/n0" in data, "the first one to wait")
+    assert not together
+    assert other.await_all(0, ("n0", "n1"), 600.0) == ["n0", "n1"]
+    thread.join(60)
+    assert together == [["n0", "n1"]]
+    assert one.await_all(1, ("n0", "n1"), 0.01) == ["n0"]
+
+
+@pytest.mark.parametrize("stranger", [None, b"", b"garbage", b"\xff 1", b"other -1"])
+def test_what_a_stranger_writes_or_deletes_ends_no_lead(stranger: bytes | None) -> None:
+    data: dict[str, bytes] = {}
+    meeting = meet(data, node(0))
+    meeting.assemble(*expected(1))
+    data.pop("job/check/lead") if stranger is None else data.update({"job/check/lead": stranger})
+    meeting.meanwhile(lambda: False, 0.05)
+    assert data["job/check/lead"].startswith(b"n0 ")
+
+
+def test_a_lead_that_writes_no_result_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     data: dict[str, bytes] = {}
     meet(data, node(0)).assemble(*expected(1))
     with pytest.raises(StoreError, match="has written no result"):
         meet(data, node(1)).result(0.05)
+    monkeypatch.setattr(module, "STALE", 0.05)
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="has written no result"):
+        meet(data, node(1)).result(600.0)
+    assert time.monotonic() - began < 60.0, "it has ended"
 
 
 @pytest.mark.parametrize(

@@ -31,27 +31,26 @@ def probe() -> Iterator[TorchProbe]:
 def test_workers_of_a_node_reduce_and_so_do_two_nodes(probe: TorchProbe) -> None:
     own = probe.inside()
     assert own.error == "" and own.took > 0 and own.matmul > 0
-    port, found = free_port(), dict[int, list[Collective]]()
+    port, found = free_port(), dict[int, Collective]()
     nodes = [here(0, port), here(1, port)]
     with closing(TorchProbe(os.environ, 1, 0)) as other:
         alone = other.inside()
         assert alone.error == "" and alone.took == 0 and alone.matmul > 0
         for made in (probe, other):
             made._turn_limit = 60.0
-        thread = threading.Thread(target=lambda: found.update({1: other.across(nodes[1], [nodes[0], None])}))
+        thread = threading.Thread(target=lambda: found.update({1: other.across(nodes[1], nodes[0])}))
         thread.start()
-        found[0] = probe.across(nodes[0], [nodes[1], None])
+        found[0] = probe.across(nodes[0], nodes[1])
         thread.join()
-    assert [[(one.peer, one.error) for one in found[i]] for i in (0, 1)] == [[("n1", "")], [("n0", "")]]
+    assert [(found[i].peer, found[i].error) for i in (0, 1)] == [("n1", ""), ("n0", "")]
 
 
 def test_a_partner_that_does_not_come_is_given_up_and_the_next_all_reduce_goes_on(probe: TorchProbe) -> None:
     assert probe.inside().error == ""
     probe._turn_limit = 0.5
     for me, other in ((here(0, free_port()), here(1, 1)), (here(1, 1), here(0, free_port()))):  # who serves the store, and who connects
-        (lost,) = probe.across(me, [other])
+        lost = probe.across(me, other)
         assert lost.peer == other.id and lost.error
-    assert probe.across(here(0, 0), [here(1, 1)]) == [], "without a port there is no all-reduce"
     probe._turn_limit = 60.0
     assert probe.inside().error == ""
 

@@ -217,6 +217,9 @@ def test_nodes_that_did_not_come_or_said_no_more() -> None:
     found = measured(arrivals)
     del found["n1"]
     assert named(judged(arrivals, found)) == [("silent", ("n1",))]
+    lost = measured(arrivals, **closed((0, 1)))
+    failed = replace(lost["n0"], collectives=(Collective("", "", 1.0, 3.0), Collective("n1", "no answer within 8 s")))
+    assert named(judged(arrivals, {"n0": failed})) == [("silent", ("n1",))], "its ports and its all-reduces are not the fault"
 
 
 def test_measurements_of_nodes_that_nobody_knows_do_not_count() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -278,6 +279,30 @@ def test_an_agent_that_does_not_come_back_or_ends_again_is_trouble(monkeypatch: 
     wait.child = child
     ended = wait.judge((HOST,), True)
     assert ended is not None and ended.trouble == "the agent that was started again has ended with exit code 201"
+
+
+def test_a_step_after_the_limit_is_trouble_and_the_time_of_a_restart_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = recovers(replace(TERMS, limit=5.0), monkeypatch, SeenStep(1, 5.5, 0)).judge((HOST,), True)
+    assert late is not None and late.trouble == "the next step came later than 5 s"
+    wait = recovers(replace(TERMS, limit=5.0, restart=1.0), monkeypatch, SeenStep(1, 5.5, 0))
+    with subprocess.Popen(["true"]) as wait.child:
+        again = wait.judge((HOST, agent("b", 4)), True)
+    assert again is not None and again.trouble == ""
+
+
+@pytest.mark.usefixtures("still")
+def test_a_fault_that_is_interrupted_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = play.Play("job", replace(TERMS, limit=60.0), lambda outcome: None)
+    stamps = iter(range(1, 10_000))  # somebody trains
+    monkeypatch.setattr(watch, "last_stamp", lambda agents: next(stamps))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recovery.watch, "next_step", interrupt)
+    with suppress(KeyboardInterrupt):
+        run.run([PlannedFault(0.0, "worker", 0.0)], 0.0)
+    assert [one.left_out for one in run.outcomes] == ["interrupted, and undone"]
 
 
 @pytest.mark.usefixtures("still")

@@ -44,6 +44,8 @@ def test_each_command_shows_what_it_is_asked_for(tmp_path: Path, words: list[str
     ("words", "code", "line"),
     [
         (["help", "lunch"], 2, f"elastirun: help: there is no help on 'lunch' (did you mean launch?); there is for {KNOWN}\n"),
+        (["check", "--shared="], 2, "elastirun check: --shared: it names no folder (is a variable unset?)\n"),
+        (["scale"], 2, "elastirun scale: the number of nodes is missing; give one from 1 on, or max for as many as --nnodes allows\n"),
         (["check", "--shared=here"], 2, "elastirun check: --shared: 'here' is no absolute path; give one that is the same on all nodes\n"),
         (["check", "--torch=maybe"], 2, "elastirun check: --torch: 'maybe' is neither on nor off\n"),
         (["check", "--nnodes=2"], 2, "elastirun check: --nnodes: 2 nodes need a place to meet; "),

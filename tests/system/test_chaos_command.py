@@ -109,7 +109,7 @@ def test_nothing_is_done_below_the_fewest_nodes_nor_without_a_yes(nodes: Cluster
     job = start(nodes, 2, "2")
     before = training(job)
     done = chaos(job, "--kinds=agent,worker")
-    assert done.returncode == 2 and done.stderr.endswith("there is no terminal to ask at; give --yes to do it\n"), done
+    assert done.returncode == 3 and done.stderr.endswith("there is no terminal to ask at; give --yes to do it\n"), done
     assert "SIGKILL to a worker: rank " in done.stdout and "warning: 10 workers are to be killed" in done.stdout
     code, found = told(job, "--kinds=agent,node,host,leave", "--every=0.1s", "--for=0.4s")
     assert (code, found["verdict"]) == (1, "not proven: each of the 4 faults was left out")

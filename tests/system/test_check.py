@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.cluster import Cluster, cluster
 from tests.support.etcd_server import etcd, needs_etcd
+from tests.support.until import until
 from tests.system import check_cases
 
 ON_HOSTS = pytest.mark.skipif(bool(check_cases.missing()), reason=f"no broken clusters here: {check_cases.missing()}")
@@ -113,6 +117,27 @@ def test_at_etcd_nodes_meet_and_leave_nothing_behind(tmp_path: Path) -> None:
         for one in nodes.round(2, after=worker.round):
             one.tell("exit 0")
         assert [nodes.ends(agent) for agent in (first, second)] == [0, 0]
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_check_that_is_stopped_leaves_nothing(tmp_path: Path, end: signal.Signals) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "elastirun", "check", "--nproc-per-node=2"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: children(process.pid, of="torch_probe"), "torch to be started")
+        process.send_signal(end)
+        assert process.wait(60) != 0
+    assert not [*tmp_path.iterdir()]
+
+
+def children(pid: int, of: str) -> bool:
+    return any(of in " ".join(one.cmdline()) for one in psutil.Process(pid).children(recursive=True))
+
+
+def test_a_table_that_cannot_be_written_is_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "elastirun", "check", "--torch=off"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "cannot write to stdout: No space left on device" in done.stderr
 
 
 def test_strangers_learn_nothing_at_a_port_that_is_checked() -> None:

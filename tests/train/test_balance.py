@@ -96,7 +96,16 @@ def test_a_change_holds_from_a_step_that_no_loader_has_cut_yet() -> None:
     assert third.weights_at(first) == (1, 1, 1) and third.step == EVERY
 
 
-@pytest.mark.parametrize("broken", [{}, {"step": 1, "weights": [1, 0], "change": None}, {"step": 1, "weights": 3, "change": None}])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"step": 1, "weights": [1, 0], "change": None},
+        {"step": 1, "weights": 3, "change": None},
+        {"step": 1, "weights": [float("inf")], "change": None},
+        {"step": -1, "weights": [1, 1], "change": None},
+    ],
+)
 def test_a_state_that_cannot_be_read_is_one_clear_error(broken: dict[str, Any]) -> None:
     with pytest.raises(TrainError, match='the "balance" in the state of the loader cannot be read'):
         Balance(2, 0).load_state_dict(broken)
@@ -258,6 +267,7 @@ def wrong_uses(rank: int, world: int) -> list[str]:
         with pytest.raises(TrainError) as error:
             wrong()
         said.append(str(error.value))
+    assert "deterministic" not in balanced.state_dict(), "what was refused has changed nothing"
     return said
 
 

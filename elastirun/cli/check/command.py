@@ -59,9 +59,7 @@ def main(argv: Sequence[str]) -> int:
     given, script = command_line.parse(argv, OWN)
     if "help" in given or "help_all" in given:
         return show(f"{_HELP}\n" + "\n".join(f"  {f'{one.name}={one.metavar}'.rstrip('='):24}{one.help}" for one in OWN))
-    shared = tuple(filter(None, given.pop("shared", "").split(",")))
-    if relative := next((path for path in shared if not os.path.isabs(path)), ""):
-        raise UsageError(f"--shared: {quote(relative)} is no absolute path; give one that is the same on all nodes")
+    shared = _folders(given.pop("shared")) if "shared" in given else ()
     if (torch := given.pop("torch", "on")) not in ("on", "off"):
         raise UsageError(f"--torch: {quote(torch)} is neither on nor off")
     as_json, before_job = "json" in given, "check" in given  # by PET_CHECK alone nobody asks for a job here
@@ -78,17 +76,28 @@ def main(argv: Sequence[str]) -> int:
     limit = config.timing.join_timeout if before_job or options.is_given("join_timeout") else LIMIT
     asked = run.Asked(shared, limit, torch == "on", before_job)
     checked = run.check(config, asked, _say)
+    written = 0
     if as_json:
-        show(table.json_of(config.run_id, checked.result, checked.seconds))
+        written = show(table.json_of(config.run_id, checked.result, checked.seconds))
     elif before_job:
         for line in [*table.finding_lines(checked.result.findings), table.summary(checked.result, checked.seconds)]:
             _say(line)
     else:
-        show(table.text_of(checked.result, checked.seconds))
+        written = show(table.text_of(checked.result, checked.seconds))
     if checked.code == ExitCode.SICK:
         _say(f"{checked.name} should not take part")
     standard_streams.flush()
-    os._exit(checked.code)  # a normal exit would wait for, or abort on, threads that are still inside torch's store
+    os._exit(checked.code or written)  # a normal exit would wait for, or abort on, threads that are still inside torch's store
+
+
+def _folders(text: str) -> tuple[str, ...]:
+    """Parse --shared. Raises UsageError."""
+    found = tuple(filter(None, (path.strip() for path in text.split(","))))
+    if not found:
+        raise UsageError("--shared: it names no folder (is a variable unset?)")
+    if relative := next((path for path in found if not os.path.isabs(path)), ""):
+        raise UsageError(f"--shared: {quote(relative)} is no absolute path; give one that is the same on all nodes")
+    return found
 
 
 def _say(text: str) -> None:

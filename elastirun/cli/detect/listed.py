@@ -37,6 +37,8 @@ def node(environ: Mapping[str, str]) -> Detected | None:
         return None
     if len(found.hosts) < 2:
         return nothing(f"{found.where} has one node ({source(environ, found.listed)})")
+    if len({*found.hosts}) < len(found.hosts):
+        raise UnclearError(f"{source(environ, found.listed)} names a node twice")
     if found.index >= len(found.hosts):
         both = f"{source(environ, found.numbered)} and {source(environ, found.listed)} ({len(found.hosts)} nodes)"
         raise UsageError(f"{both} contradict each other; {OVERRIDE}")

@@ -79,8 +79,10 @@ def node(environ: Mapping[str, str]) -> Detected | None:
     if kind is None:
         return _of_workers(environ)
     nodes, rank = number(environ, kind.nodes), number(environ, kind.rank)
+    if nodes < 1:
+        raise UnclearError(f"{source(environ, kind.nodes)} is no number of nodes")
     if nodes < 2:
-        return nothing(f"{kind.where} is on one node ({source(environ, kind.nodes)})")
+        return nothing(f"{kind.where}: there is one node ({source(environ, kind.nodes)})")
     if rank >= nodes:
         both = f"{source(environ, kind.rank)} and {source(environ, kind.nodes)}"
         raise UsageError(f"{both} contradict each other: nodes count from 0; {OVERRIDE}")

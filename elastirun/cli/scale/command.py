@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from elastirun import standard_streams
 from elastirun.agent.status.job_status import JobStatus
 from elastirun.agent.status.reader import StatusReader
 from elastirun.cli.given_options import GivenOptions
@@ -15,6 +16,7 @@ from elastirun.cli.status_command import SAME_AS_LAUNCH, find_one, options_of_jo
 from elastirun.cli.subcommands import show
 from elastirun.errors import StartError, StoreError, UsageError
 
+ALONE = "with one node nobody takes the store over when it is lost: spares cannot, and end with 201"
 MAX = "max"  # as many as --nnodes allows
 _HELP = """\
 Says how many nodes a job is to have, within its --nnodes=MIN:MAX. A first round that waits for more starts
@@ -35,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if "help" in given:
         return show(f"usage: elastirun scale COUNT|max [JOB] [OPTIONS]\n\n{_HELP}\n{options_of_job()}")
     count = given.pop("count", "")
+    if not count:
+        raise UsageError("the number of nodes is missing; give one from 1 on, or max for as many as --nnodes allows")
     if count != MAX and not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) and len(count) <= 9):
         raise UsageError(f"{quote(count)} is no number of nodes; give one from 1 on, or max for as many as --nnodes allows")
     target = target_of(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
@@ -47,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
         raise StartError(f"the number of nodes cannot be written: {error}") from None
     finally:
         reader.close()
+    if wanted == 1 and len(job.nodes) > 1 and "etcd" not in job.store:
+        standard_streams.write("stderr", f"elastirun scale: warning: {ALONE}\n")
     members = sum(node.node_rank is not None for node in job.nodes)
     now = f"{members} in the round" if members else f"{len(job.nodes)} joined"
     return show(f"{_called(job)}: {count if wanted else f'at most {job.max_nodes}'} node{'s' * (count != '1')} wanted, {now}")
@@ -58,7 +64,7 @@ def _within(job: JobStatus, count: int) -> int:
     if low is None or high is None:
         raise StartError(f"{_called(job)} has no record yet: its first node has just begun")
     if not low <= count <= high:
-        allowed = f"{low} nodes" if low == high else f"{low} to {high} nodes"
+        allowed = f"{low} node{'s' * (low > 1)}" if low == high else f"{low} to {high} nodes"
         raise UsageError(f"{count} nodes: {_called(job)} was started with --nnodes={low}:{high}, which allows {allowed}")
     return count
 

@@ -133,7 +133,9 @@ class Balance:
             step, weights, later = int(state["step"]), _weights(state["weights"]), state["change"]
             if later is not None:
                 change = ShareChange(int(later["step"]), _weights(later["weights"]))
-        except (KeyError, TypeError, ValueError) as error:
+            if step < 0:
+                raise ValueError(f"step {step}")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise TrainError(f'the "balance" in the state of the loader cannot be read: {error!r}; delete it to share evenly') from None
         fits = len(weights) == len(even) and (change is None or len(change.weights) == len(even))
         self.step, self.weights, self.change = step, weights if fits else even, change if fits else None

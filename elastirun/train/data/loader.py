@@ -185,10 +185,6 @@ class ElasticDataLoader:
         A new worker of a live job is in a world of its own until the others take it in.
         """
         balance = self.balance
-        if isinstance(ddp, DeterministicShards):
-            self._begin_exact(ddp)
-        else:
-            self.contract = {}
         if balance and (isinstance(ddp, DeterministicShards) or ddp._reducer.parts.planner.device.type != "cpu"):
             raise WrongUse(
                 "balance=True needs a DistributedDataParallel of elastirun on CPUs: the times of a GPU are not measured, and "
@@ -196,6 +192,10 @@ class ElasticDataLoader:
             )
         if balance and self.world_size != (dist.get_world_size() if dist.is_initialized() else 1):
             raise WrongUse("balance=True needs a replica on each rank: ranks that share one would decide about its samples apart")
+        if isinstance(ddp, DeterministicShards):
+            self._begin_exact(ddp)
+        else:
+            self.contract = {}
         for size, sizes, batches in self._global_batches(ddp.parts if isinstance(ddp, DeterministicShards) else self._micro_batches):
             before, number = self.consumed, balance.step if balance else 0
 
