@@ -83,8 +83,11 @@ class WholeLines:
         self._partial, self.due = b"", math.inf
 
 
-def may_tear(line: WholeLines, streams: Iterable[WholeLines], now: float) -> bool:
-    """Return whether one of ``streams`` may tear the line that is only begun in ``line``, so that it waits longer for its end."""
+def may_tear(line: WholeLines | PrefixedLines, streams: Iterable[WholeLines | PrefixedLines], now: float) -> bool:
+    """Return whether the line that is only begun in ``line`` waits longer for its end, because others of ``streams`` write.
+
+    What they write would tear it; and where they write much, its worker may wait for a processor in the middle of a line.
+    """
     return now < line.begun + PARTIAL_LINE_LIMIT and any(s is not line and now - s.wrote < PARTIAL_LINE_DELAY for s in streams)
 
 
@@ -95,7 +98,7 @@ class PrefixedLines:
     (a prompt) is written as a line of its own, and the rest as another one. Of a line that is overwritten with carriage returns (a progress
     bar) the last state is written, once per BAR_PAUSE at most.
 
-    ``due``: when to call ``show_begun``, on ``elastirun.clock``; infinity: not at all. ``was_due``: as in ``WholeLines``.
+    ``due``: when to call ``show_begun``, on ``elastirun.clock``; infinity: not at all. The other attributes are as in ``WholeLines``.
     """
 
     def __init__(self, prefix: bytes, write: Callable[[bytes], None], needles: Sequence[bytes] = (), copy: LogFile | None = None) -> None:
@@ -104,6 +107,12 @@ class PrefixedLines:
         self._shown = b""  # what was written of ``_partial``
         self.due = math.inf
         self.was_due = False
+        self.begun = self.wrote = -math.inf
+
+    @property
+    def is_bar(self) -> bool:
+        """Whether the line that is only begun is overwritten again and again."""
+        return b"\r" in self._partial
 
     def feed(self, data: bytes) -> None:
         """Write the lines that ``data`` completes."""
@@ -116,7 +125,8 @@ class PrefixedLines:
         if not self._partial:
             self.due = math.inf
         elif self.due == math.inf:
-            self.due = clock.now() + (BAR_PAUSE if b"\r" in self._shown else PIECE_DELAY)
+            self.begun = clock.now()
+            self.due = self.begun + (BAR_PAUSE if b"\r" in self._shown else PIECE_DELAY)
 
     def show_begun(self) -> None:
         """Write the beginning of a line, or the state of a progress bar, as a line of its own."""
@@ -144,6 +154,7 @@ class PrefixedLines:
                 seen.append(rest)
             self._shown, self.due = b"", math.inf
         self._write(self._join(seen))
+        self.wrote = clock.now()
         if self._copy is not None and (found := [piece for piece in pieces if any(needle in piece for needle in self._needles)]):
             self._copy.write(self._join(found))
 

@@ -287,7 +287,7 @@ class RoundLogs:
         prefixed = [lines for worker in self._workers.values() for lines in worker.prefixed]
         paused = self._console.out.full or self._console.err.full or self._disk.full  # pumps are: the end may already be in the pipe
         for begun in prefixed:
-            if now >= begun.due and paused:
+            if now >= begun.due and (paused or (not begun.is_bar and may_tear(begun, prefixed, now))):
                 begun.due = now + PIECE_DELAY
             elif now >= begun.due and begun.was_due:
                 begun.show_begun()

@@ -149,6 +149,16 @@ def test_a_line_waits_longer_for_its_end_while_others_write() -> None:
     assert not may_tear(line, [line], line.begun), "its own lines do not tear it"
 
 
+def test_a_prefixed_line_waits_longer_while_others_write_and_a_bar_does_not() -> None:
+    line, other = (PrefixedLines(b"> ", lambda data: None) for _ in range(2))
+    line.feed(b"begun")
+    assert not may_tear(line, [line, other], line.begun), "nobody writes"
+    other.feed(b"whole\n")
+    assert may_tear(line, [line, other], other.wrote) and not line.is_bar
+    line.feed(b"\r50%")
+    assert line.is_bar
+
+
 def test_a_beginning_waits_from_when_it_came() -> None:
     got, lines = passed_on(b".")
     due = lines.due

@@ -57,7 +57,7 @@ class DryRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        env = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+        env = {**{k: v for k, v in os.environ.items() if k != "TEST_DAY"}, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
         names = [part.name for part in DUE]
         command = [str(HERE / "run.sh"), "--folder", str(folder), "--seconds", "2000", "--parts", *names]  # other tests run beside it
         self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
