@@ -34,7 +34,7 @@ from elastirun.threads import start_thread
 
 T = TypeVar("T")
 RETRY = 0.2  # seconds between two attempts to reach the store
-SAY_AFTER = 5.0  # seconds without the store after which people are told what is waited for
+SAY_AFTER = 5.0  # seconds without the store; then a line says what the check waits for
 AGAIN = "start the check again on all nodes"
 RESULTS_LIMIT = 15.0  # seconds that the lead waits for the slowest node after it has measured itself: machines may be busy
 MEASURE_LIMIT = links.LIMIT + links.NAMES_LIMIT + 2.0  # seconds for all that a node measures; a shared folder may hang

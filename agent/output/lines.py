@@ -91,6 +91,15 @@ def may_tear(line: WholeLines | PrefixedLines, streams: Iterable[WholeLines | Pr
     return now < line.begun + PARTIAL_LINE_LIMIT and any(s is not line and now - s.wrote < PARTIAL_LINE_DELAY for s in streams)
 
 
+def show_when_due(line: WholeLines | PrefixedLines, show: Callable[[], None], now: float, delay: float) -> None:
+    """Call ``show`` for a line that is only begun, when it is found due a second time. ``delay``: seconds to wait instead; 0: none."""
+    if now >= line.due and delay:
+        line.due = now + delay
+    elif now >= line.due and line.was_due:
+        show()
+    line.was_due = now >= line.due  # shown one turn later: the end may have come while the loop stood still
+
+
 class PrefixedLines:
     """Writes each line of a stream of bytes behind ``prefix``, and copies the lines that contain one of ``needles`` to ``copy``.
 

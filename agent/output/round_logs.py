@@ -18,7 +18,7 @@ from typing import Protocol
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.held_traceback import HeldTraceback
-from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, PIECE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear
+from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, PIECE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear, show_when_due
 from elastirun.agent.output.log_files import LogFile, close_all
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import NO_FILES, LogPolicy, Std
@@ -275,11 +275,8 @@ class RoundLogs:
         """Show the lines that have waited long enough for their end. Returns when to call it next, on ``elastirun.clock``."""
         raw = [lines for worker in self._workers.values() for lines in worker.raw]
         for lines in raw:
-            if now >= lines.due and (self._console.err.full or may_tear(lines, raw, now)):
-                lines.due = now + PARTIAL_LINE_DELAY  # where the pump is paused the end may already be in the pipe
-            elif now >= lines.due and lines.was_due:
-                lines.flush()
-            lines.was_due = now >= lines.due  # flush one turn later: the end may have come while the loop stood still
+            waits = self._console.err.full or may_tear(lines, raw, now)
+            show_when_due(lines, lines.flush, now, PARTIAL_LINE_DELAY if waits else 0.0)
         held = [worker.held for worker in self._workers.values() if worker.held is not None]
         for one in held:
             if now >= one.due:
@@ -287,11 +284,8 @@ class RoundLogs:
         prefixed = [lines for worker in self._workers.values() for lines in worker.prefixed]
         paused = self._console.out.full or self._console.err.full or self._disk.full  # pumps are: the end may already be in the pipe
         for begun in prefixed:
-            if now >= begun.due and (paused or (not begun.is_bar and may_tear(begun, prefixed, now))):
-                begun.due = now + PIECE_DELAY
-            elif now >= begun.due and begun.was_due:
-                begun.show_begun()
-            begun.was_due = now >= begun.due  # one turn later, as above
+            waits = paused or (not begun.is_bar and may_tear(begun, prefixed, now))
+            show_when_due(begun, begun.show_begun, now, PIECE_DELAY if waits else 0.0)
         return min((*(lines.due for lines in raw), *(one.due for one in held), *(begun.due for begun in prefixed)), default=math.inf)
 
     def finish(self) -> None:

@@ -146,7 +146,7 @@ def _options() -> str:
     return "\n".join(f"  {name:17}{text}".rstrip() for name, text in rows)
 
 
-# --- what is shown
+# --- plan and table
 
 
 def _shown(job: str, plan: Sequence[PlannedFault], agents: Sequence[RunningAgent], terms: Terms) -> str:

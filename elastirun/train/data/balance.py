@@ -117,7 +117,7 @@ class Balance:
         paces = [_FLOAT.unpack(_WHOLE.pack(pace))[0] for pace, _ in told]
         weights = rebalance(paces, size, self.weights)
         if weights != self.weights:
-            # What is cut in advance stays as it is. A step has a part or more, but for the last one of an epoch.
+            # Later than every part that a rank has cut in advance. Each step has at least one part, the last one of an epoch may have none.
             self.change = ShareChange(self.step + max(ahead for _, ahead in told) + 2, weights)
 
     def state_dict(self) -> dict[str, Any]:
