@@ -106,7 +106,7 @@ class LinkArena:
     def all_reduce(self, index: int) -> Passing:
         return Passing(self._link.begin(self.buffers[index].nbytes))
 
-    reduce_scatter = all_gather = all_reduce
+    all_gather = all_reduce
 
 
 class LinkTransport:

@@ -65,20 +65,11 @@ class Arena(Protocol):
 
     buffers: list[Tensor]
 
-    def part(self, index: int) -> Tensor:
-        """Return this rank's part of ``buffers[index]``, see ``part_of``."""
-
     def all_reduce(self, index: int) -> Work:
         """Begin to replace ``buffers[index]`` by its sum (the mean, if the transport averages) over the ranks."""
 
-    def reduce_scatter(self, index: int) -> Work:
-        """Begin to replace this rank's part of ``buffers[index]`` by its sum or mean, as ``all_reduce``.
-
-        The other ranks' parts are undefined afterwards.
-        """
-
     def all_gather(self, index: int) -> Work:
-        """Begin to replace each part of ``buffers[index]`` by that of the rank it belongs to."""
+        """Begin to replace each part of ``buffers[index]`` by that of the rank it belongs to, see ``part_of``."""
 
 
 class Transport(Protocol):

@@ -36,15 +36,8 @@ class GroupArena:
         self._whole = zeros(storages, self._ranks)
         self.buffers = [whole[: storage.numel] for whole, storage in zip(self._whole, storages, strict=True)]
 
-    def part(self, index: int) -> Tensor:
-        return part_of(self.buffers[index], self._rank, self._ranks)
-
     def all_reduce(self, index: int) -> GroupWork:
         return self._begin("the reduction", index, lambda: dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True))
-
-    def reduce_scatter(self, index: int) -> GroupWork:
-        whole, mine = self._whole[index], part_of(self._whole[index], self._rank, self._ranks)
-        return self._begin("the reduction", index, lambda: dist.reduce_scatter_tensor(mine, whole, self._op, self._group, async_op=True))
 
     def all_gather(self, index: int) -> GroupWork:
         whole, mine = self._whole[index], part_of(self._whole[index], self._rank, self._ranks)

@@ -199,23 +199,17 @@ class SharedArena:
         self._buckets = [[_tensor(m, *place) for m in maps] for place in zip(storages, offsets, strict=True)]
         self.buffers = [_tensor(maps[self._mine], *place) for place in zip(storages, offsets, strict=True)]  # versions of their own
 
-    def part(self, index: int) -> Tensor:
-        return part_of(self.buffers[index], self.transport.rank, self.transport.size)
-
     def all_reduce(self, index: int) -> SharedWork:
         return self._begin(index, self._reduce, self._buckets[index])
-
-    def reduce_scatter(self, index: int) -> SharedWork:
-        """On several hosts, this is the whole sum."""
-        return self._begin(index, self._reduce if self._several else self._scatter, self._buckets[index])
 
     def all_gather(self, index: int) -> SharedWork:
         """On several hosts, this is the sum of integers: what other ranks have in a part is zero, so no bit changes."""
         if not self._several:
             return self._begin(index, self._gather, self._buckets[index])
-        mine = self.part(index).clone()
+        part = part_of(self.buffers[index], self.transport.rank, self.transport.size)
+        mine = part.clone()
         self.buffers[index].zero_()
-        self.part(index).copy_(mine)
+        part.copy_(mine)
         return self._begin(index, self._reduce, [buffer.view(torch.uint8) for buffer in self._buckets[index]])
 
     def _begin(self, index: int, collective: Callable[[int, int, list[Tensor]], Iterator[bool]], buffers: list[Tensor]) -> SharedWork:
@@ -244,20 +238,13 @@ class SharedArena:
         """Let go of collectives that will not end. They lead to the arena, so buckets and groups would stay for the garbage collector."""
         self._pending = []
 
-    def _scatter(self, index: int, word: int, buffers: list[Tensor]) -> Iterator[bool]:
-        """Add up this rank's part step by step; yield whether that is over."""
-        yield from self._meet(index, word)
-        self._add(buffers, {0, self._mine})
-        yield from self._meet(index, word + 1)  # nobody may write to a buffer before the others have read it
-        yield True
-
     def _gather(self, index: int, word: int, buffers: list[Tensor]) -> Iterator[bool]:
         """Copy the other ranks' parts step by step; yield whether that is over."""
         yield from self._meet(index, word)
         for at, buffer in enumerate(buffers):
             if at != self._mine:
                 part_of(buffers[self._mine], at, len(buffers)).copy_(part_of(buffer, at, len(buffers)))
-        yield from self._meet(index, word + 1)
+        yield from self._meet(index, word + 1)  # nobody may write to a buffer before the others have read it
         yield True
 
     def _reduce(self, index: int, word: int, buffers: list[Tensor]) -> Iterator[bool]:
