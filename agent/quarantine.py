@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -67,6 +68,7 @@ class Look:
         self.done = True
 
 
+@dataclass(eq=False)
 class Quarantine(Part):
     """This node's strikes, and its time out. All calls happen in the loop's thread; nothing blocks.
 
@@ -74,20 +76,16 @@ class Quarantine(Part):
     ``going_out()`` is called when this node begins to sit out.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        session: Session,
-        accounting: Accounting,
-        tracker: FailureTracker,
-        stragglers: StragglerWatch,
-        write: Callable[[events.Event], None],
-        say: Callable[[str], None],
-        going_out: Callable[[], None],
-    ) -> None:
-        self._config, self._session, self._accounting = config, session, accounting
-        self._tracker, self._stragglers = tracker, stragglers
-        self._write, self._say, self._going_out = write, say, going_out
+    _config: LaunchConfig
+    _session: Session
+    _accounting: Accounting
+    _tracker: FailureTracker
+    _stragglers: StragglerWatch
+    _write: Callable[[events.Event], None]
+    _say: Callable[[str], None]
+    _going_out: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.strikes: list[str] = []  # why this node has had each, the oldest first
         self._phase = Participation.IN
         self._since = 0.0  # when the phase began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from elastirun.agent.host import cpus
@@ -21,24 +21,19 @@ from elastirun.config import LaunchConfig
 from elastirun.rendezvous.rules import QUICK
 
 
+@dataclass(frozen=True, eq=False)
 class RoundStart:
     """Starts one round after the other. ``node``: what is the same in all rounds. ``runs``: as in ``LiveWorkers``. ``say``: for people."""
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        node: NodeEnvironment,
-        session: Session,
-        workers: Workers,
-        live: LiveWorkers,
-        logs: RunLogs,
-        tree: ProcessTree,
-        runs: Callable[[int], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self._config, self._node, self._session = config, node, session
-        self._workers, self._live, self._logs, self._tree = workers, live, logs, tree
-        self._runs, self._say = runs, say
+    _config: LaunchConfig
+    _node: NodeEnvironment
+    _session: Session
+    _workers: Workers
+    _live: LiveWorkers
+    _logs: RunLogs
+    _tree: ProcessTree
+    _runs: Callable[[int], bool]
+    _say: Callable[[str], None]
 
     def start(self, round: NodeRound, pages: list[str], pause: float) -> None:
         """Start the workers. Raises OSError or StartError where that is impossible.

@@ -12,7 +12,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastirun import clock
@@ -32,6 +32,7 @@ from elastirun.rendezvous.wire.sync import SyncProtocol
 STANDSTILL = 2.0  # seconds; a loop that goes on so much later than it wanted to has stood still
 
 
+@dataclass(eq=False)
 class Session:
     """Feeds events to the machine, one at a time, and carries out what the machine asks of the store.
 
@@ -39,20 +40,14 @@ class Session:
     has something to do. ``now`` is the clock. ``worker_store_failed`` gets a line for people, in another thread.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        exchanges: Exchanges[Any],
-        access: StoreAccess,
-        worker_store_failed: Callable[[str], None],
-        now: Callable[[], float] = clock.now,
-    ) -> None:
-        self.machine = machine
-        self.access = access
+    machine: Machine
+    _exchanges: Exchanges[Any]
+    access: StoreAccess
+    _worker_store_failed: Callable[[str], None]
+    _now: Callable[[], float] = clock.now
+
+    def __post_init__(self) -> None:
         self.worker_store: WorkerStore | RendezvousStoreForWorkers | None = None  # None until the store was reached
-        self._exchanges = exchanges
-        self._worker_store_failed = worker_store_failed
-        self._now = now
         self._events: deque[Event] = deque()
         self._checked_at = 0.0  # when the loop was last known to run
 

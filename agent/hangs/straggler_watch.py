@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from elastirun import clock
 from elastirun.agent.hangs.job_median import WORK, JobTimes
@@ -20,20 +20,18 @@ from elastirun.agent.workers.workers import Workers
 from elastirun.rendezvous.wire.actions import Stop
 
 
+@dataclass(eq=False)
 class StragglerWatch(Part):
     """Compares the workers' times once in a ``WINDOW``. ``meeting``, ``write``, ``say``: as in ``HangWatch``."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        pages: ProgressPages,
-        meeting: Callable[[NodeRound], Meeting],
-        write: Callable[[events.Event], None],
-        say: Callable[[str], None],
-    ) -> None:
+    _workers: Workers
+    _pages: ProgressPages
+    _meeting: Callable[[NodeRound], Meeting]
+    _write: Callable[[events.Event], None]
+    _say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.named: list[int] = []  # ranks of workers that were named in this round
-        self._workers, self._pages, self._meeting = workers, pages, meeting
-        self._write, self._say = write, say
         self._rates, self._stragglers = StepRates(), Stragglers()
         self._job_times = {False: JobTimes(), True: JobTimes(WORK)}  # by ``Stragglers.by_work``
         self._round: NodeRound | None = None

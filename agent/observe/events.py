@@ -252,6 +252,7 @@ class End(Event, kind="end"):
     code: int
 
 
+@dataclass(eq=False)
 class EventLog:
     """Appends to ``file`` (None: no file), hands each event to ``also`` and to ``spans``.
 
@@ -259,34 +260,29 @@ class EventLog:
     seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        node: str,
-        name: str,
-        file: LogFile | None = None,
-        also: Callable[[str], None] | None = None,
-        spans: Callable[[Event, float], None] | None = None,
-    ) -> None:
-        self._node, self._name = node, name
-        self._file, self._also, self._spans = file, also, spans
+    node: str
+    name: str
+    file: LogFile | None = None
+    also: Callable[[str], None] | None = None
+    spans: Callable[[Event, float], None] | None = None
 
     def write(self, event: Event) -> None:
         """Write one line. A disk that is full or hangs loses the line and does not stop the job."""
         now = time.time()
         when = {"v": FORMAT, "time": now, "mono": time.monotonic()}
-        named = {"node": self._node, "name": self._name, **vars(event)}
+        named = {"node": self.node, "name": self.name, **vars(event)}
         line = json.dumps({**when, "event": event.kind, **named})
-        if self._file is not None:
-            self._file.write(line.encode() + b"\n")
-        if self._also is not None:
-            self._also(torchrun_line(event.kind, now, named))
-        if self._spans is not None:
-            self._spans(event, now)
+        if self.file is not None:
+            self.file.write(line.encode() + b"\n")
+        if self.also is not None:
+            self.also(torchrun_line(event.kind, now, named))
+        if self.spans is not None:
+            self.spans(event, now)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 def torchrun_line(kind: str, now: float, metadata: Mapping[str, object]) -> str:

@@ -152,7 +152,7 @@ class RunLogs(Part):
                 attempt_dir = None
         self._last_attempt_dir = attempt_dir
         has_peers = (world_size or len(specs)) > 1
-        self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, files, holds=has_peers)
+        self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, files, has_peers)
         try:
             for spec in started:
                 logs.add(spec, self._prefix(spec), routes[spec.local_rank])
@@ -182,20 +182,20 @@ class RunLogs(Part):
         """Return the last lines of stderr of a worker of the latest round, as far as they have been read."""
         if self._round is None:
             return ()
-        path = self._round.stderr_file(local_rank)
-        if path is None:
-            return self._round.last_lines(local_rank)
+        worker = self._round.workers[local_rank]
+        if (path := worker.stderr_file) is None:
+            return worker.last.lines()
         last = LastLines()
         last.feed(self.in_time(partial(tail, path), b""))
         return last.lines()
 
     def held(self, local_rank: int) -> HeldTraceback | None:
         """Return what holds back the traceback of a worker of the latest round on its way to the console; None: nothing does."""
-        return None if self._round is None else self._round.held(local_rank)
+        return None if self._round is None else self._round.workers[local_rank].held
 
     def keep_traceback(self, local_rank: int, text: bytes) -> str:
         """Write the traceback of a worker of the latest round to a file, or find the file that has it. Returns its path; empty: no file."""
-        if self._round is not None and (log := self._round.stderr_log(local_rank)) is not None:
+        if self._round is not None and (log := self._round.workers[local_rank].files.get(Std.ERR)) is not None:
             return log
         if self._error_files_only or self._last_attempt_dir is None or self._plug_in is not None:
             return ""
@@ -214,7 +214,7 @@ class RunLogs(Part):
 
     def inherits_stdout(self, local_rank: int) -> bool:
         """Return whether a worker of the latest round writes to the agent's stdout."""
-        return self._round is not None and self._round.inherits_stdout(local_rank)
+        return self._round is not None and self._round.workers[local_rank].inherits_stdout
 
     def in_time(self, read: Callable[[], T], default: T) -> T:
         """Return what ``read`` returns, or ``default`` if it fails or takes too long."""

@@ -102,26 +102,24 @@ class Backpressure(Protocol):
     def when_room(self, resume: Callable[[], None]) -> None: ...
 
 
+@dataclass(eq=False)
 class Pump:
     """The agent's end of one worker pipe: passes all data to each of ``to``, and stops reading while one of ``destinations`` is full.
 
     ``lines``: flushed when the worker has ended. ``on_end``: called at the end of the pipe.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        fd: int,
-        to: Sequence[Callable[[bytes], None]],
-        lines: PrefixedLines | WholeLines | None,
-        destinations: Sequence[Backpressure],
-        on_end: Callable[[], None],
-    ) -> None:
-        self._selector, self._fd, self._to, self._lines, self._destinations = selector, fd, to, lines, destinations
-        self.on_end = on_end
+    _selector: selectors.BaseSelector
+    _fd: int
+    _to: Sequence[Callable[[bytes], None]]
+    _lines: PrefixedLines | WholeLines | None
+    _destinations: Sequence[Backpressure]
+    on_end: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.open = True
         self._reading = False
-        os.set_blocking(fd, False)
+        os.set_blocking(self._fd, False)
         self._resume()
 
     def drain(self) -> None:
@@ -178,8 +176,8 @@ class Pump:
 
 
 @dataclass
-class _Worker:
-    """The output of one worker of the round."""
+class WorkerOutput:
+    """The output of one worker of the round. ``last``: the last lines of its stderr that came through a pipe."""
 
     prefix: bytes
     files: Mapping[Std, str]  # of its streams, where they have one
@@ -195,26 +193,21 @@ class _Worker:
     stderr_file: str | None = None  # the file that it writes stderr to without a pipe
 
 
+@dataclass(eq=False)
 class RoundLogs:
     """The output of the workers of one round. ``RunLogs.open_round`` makes it. ``on_drained``: called when every pipe is at its end."""
 
-    def __init__(
-        self,
-        policy: LogPolicy,
-        console: Console,
-        selector: selectors.BaseSelector,
-        disk: DiskThread,
-        opened: dict[str, int],
-        files: RoundFiles,
-        holds: bool = False,
-    ) -> None:
-        """``opened``: a descriptor of every file of ``files``; this object closes them. ``holds``: tracebacks, see held_traceback.py."""
-        self._holds = holds
-        self._policy, self._console, self._selector, self._disk = policy, console, selector, disk
-        self._opened = opened
-        self._files = files
+    _policy: LogPolicy
+    _console: Console
+    _selector: selectors.BaseSelector
+    _disk: DiskThread
+    _opened: dict[str, int]  # a descriptor of every file of ``_files``; this object closes them
+    _files: RoundFiles
+    _holds: bool  # tracebacks, see held_traceback.py
+
+    def __post_init__(self) -> None:
         self._taken: dict[str, int] = {}  # by path: descriptors that are open until the workers are started
-        self._workers: dict[int, _Worker] = {}
+        self.workers: dict[int, WorkerOutput] = {}  # by local rank
         self._filtered: dict[Std, LogFile] = {}  # the files that the filters fill in this round
         self._shared: set[LogFile] = set()  # files of several workers, also of those that were adopted; closed here
         self.on_drained: Callable[[], None] = lambda: None
@@ -222,7 +215,7 @@ class RoundLogs:
     def add(self, spec: WorkerSpec, prefix: str, routes: Mapping[Std, Route]) -> None:
         """Open the streams of one worker. ``prefix``: of its lines on the console. Raises OSError when the system refuses a pipe."""
         files = {stream: path for (local_rank, stream), path in self._files.streams.items() if local_rank == spec.local_rank}
-        worker = self._workers[spec.local_rank] = _Worker(prefix.encode(errors="backslashreplace"), files)
+        worker = self.workers[spec.local_rank] = WorkerOutput(prefix.encode(errors="backslashreplace"), files)
         for stream, route in routes.items():
             self._open_stream(worker, route, stream)
 
@@ -232,7 +225,7 @@ class RoundLogs:
         The files that they share with workers that do not go on stay open until this round is finished.
         """
         for local_rank in local_ranks:
-            worker = self._workers[local_rank] = earlier._workers.pop(local_rank)
+            worker = self.workers[local_rank] = earlier.workers.pop(local_rank)
             self._shared.update(worker.shared_files)
             earlier._shared.difference_update(worker.shared_files)
             for pump in worker.pumps:
@@ -240,48 +233,36 @@ class RoundLogs:
 
     def descriptors(self, local_rank: int) -> tuple[int | None, int | None]:
         """Return standard output and error for a worker; None: the agent's own."""
-        given = self._workers[local_rank].given
+        given = self.workers[local_rank].given
         return given.get(Std.OUT), given.get(Std.ERR)
-
-    def inherits_stdout(self, local_rank: int) -> bool:
-        """Return whether the worker writes to the agent's stdout."""
-        return self._workers[local_rank].inherits_stdout
 
     def close_worker_ends(self) -> None:
         """Close the workers' ends of the pipes. Call it once the workers have them, or will never have them."""
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             for fd in worker.given.values():
                 os.close(fd)
             worker.given.clear()
 
     def worker_ended(self, local_rank: int) -> None:
         """Read all that the worker had written before it ended."""
-        for pump in list(self._workers[local_rank].pumps):
+        for pump in list(self.workers[local_rank].pumps):
             pump.drain()
-
-    def held(self, local_rank: int) -> HeldTraceback | None:
-        """Return what holds back the traceback of a worker on its way to the console; None: nothing does."""
-        return self._workers[local_rank].held
-
-    def stderr_log(self, local_rank: int) -> str | None:
-        """Return the file that has all of the worker's stderr; None: there is none."""
-        return self._workers[local_rank].files.get(Std.ERR)
 
     def is_drained(self, parked: Collection[int] = ()) -> bool:
         """Return whether every pipe is at its end, but for those of the workers with the local ranks ``parked``."""
-        return not any(pump.open for local_rank, worker in self._workers.items() if local_rank not in parked for pump in worker.pumps)
+        return not any(pump.open for local_rank, worker in self.workers.items() if local_rank not in parked for pump in worker.pumps)
 
     def tick(self, now: float) -> float:
         """Show the lines that have waited long enough for their end. Returns when to call it next, on ``elastirun.clock``."""
-        raw = [lines for worker in self._workers.values() for lines in worker.raw]
+        raw = [lines for worker in self.workers.values() for lines in worker.raw]
         for lines in raw:
             waits = self._console.err.full or may_tear(lines, raw, now)
             show_when_due(lines, lines.flush, now, PARTIAL_LINE_DELAY if waits else 0.0)
-        held = [worker.held for worker in self._workers.values() if worker.held is not None]
+        held = [worker.held for worker in self.workers.values() if worker.held is not None]
         for one in held:
             if now >= one.due:
                 one.show()
-        prefixed = [lines for worker in self._workers.values() for lines in worker.prefixed]
+        prefixed = [lines for worker in self.workers.values() for lines in worker.prefixed]
         paused = self._console.out.full or self._console.err.full or self._disk.full  # pumps are: the end may already be in the pipe
         for begun in prefixed:
             waits = paused or (not begun.is_bar and may_tear(begun, prefixed, now))
@@ -289,10 +270,10 @@ class RoundLogs:
         return min((*(lines.due for lines in raw), *(one.due for one in held), *(begun.due for begun in prefixed)), default=math.inf)
 
     def finish(self) -> None:
-        """Close everything. ``last_lines`` still works afterwards."""
+        """Close everything. What is known of the workers stays."""
         self.on_drained = lambda: None
         self.close_worker_ends()
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             for pump in worker.pumps:
                 pump.drain()
                 pump.close()
@@ -311,15 +292,7 @@ class RoundLogs:
             self._opened = {}
         self._console.stop_dropping()
 
-    def stderr_file(self, local_rank: int) -> str | None:
-        """Return the file that the worker writes stderr to without a pipe; None: there is none."""
-        return self._workers[local_rank].stderr_file
-
-    def last_lines(self, local_rank: int) -> tuple[str, ...]:
-        """Return the last lines of stderr that came through a pipe."""
-        return self._workers[local_rank].last.lines()
-
-    def _open_stream(self, worker: _Worker, route: Route, stream: Std) -> None:
+    def _open_stream(self, worker: WorkerOutput, route: Route, stream: Std) -> None:
         path = worker.files.get(stream)
         if route is Route.DEVNULL:
             worker.given[stream] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -331,7 +304,7 @@ class RoundLogs:
         else:
             self._open_pipe(worker, route, stream, path)
 
-    def _open_pipe(self, worker: _Worker, route: Route, stream: Std, path: str | None) -> None:
+    def _open_pipe(self, worker: WorkerOutput, route: Route, stream: Std, path: str | None) -> None:
         screen = self._console.out if stream is Std.OUT else self._console.err
         to: list[Callable[[bytes], None]] = []
         lines: PrefixedLines | WholeLines | None = None
@@ -358,7 +331,7 @@ class RoundLogs:
         ours, worker.given[stream] = os.pipe()
         worker.pumps.append(Pump(self._selector, ours, to, lines, destinations, self._pump_ended))
 
-    def _filter_file(self, worker: _Worker, stream: Std) -> LogFile | None:
+    def _filter_file(self, worker: WorkerOutput, stream: Std) -> LogFile | None:
         if stream not in self._filtered and (file := self._log_file(self._files.filtered.get(stream))) is not None:
             self._filtered[stream] = file
             self._shared.add(file)

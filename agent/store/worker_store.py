@@ -16,6 +16,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from elastirun.agent.host import net
@@ -24,6 +25,7 @@ from elastirun.rendezvous.stores import tcp_server, torch_class
 from elastirun.threads import NONE_LEFT, start_thread
 
 
+@dataclass(eq=False)
 class WorkerStore:
     """Serves the workers' store of each round on a port of ``address``, or on the socket ``given``.
 
@@ -32,20 +34,14 @@ class WorkerStore:
     Raises StartError when no socket can be bound.
     """
 
-    def __init__(
-        self,
-        address: str,
-        on_error: Callable[[str], None],
-        given: socket.socket | None = None,
-        avoid: int = 0,
-        ports: tuple[int, int] | None = None,
-    ) -> None:
-        self._address = address
-        self._on_error = on_error
-        self._given = given
-        self._avoid = avoid
-        self._ports = ports
-        self._listening = given or self._listen()
+    address: str
+    on_error: Callable[[str], None]
+    given: socket.socket | None = None
+    avoid: int = 0
+    ports: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self._listening = self.given or self._listen()
         self._lock = threading.Lock()  # held while a server comes up, which takes milliseconds
         self._server: Any = None
         self._serving = 0  # rises with each server, so that one that would come up too late does not
@@ -73,8 +69,8 @@ class WorkerStore:
         Connections wait in the socket's backlog until a thread has imported torch and the server is up.
         """
         self.end_round()
-        if self._given is not None:
-            current = self._given.dup()
+        if self.given is not None:
+            current = self.given.dup()
         else:
             current, self._listening = self._listening, self._listen_for_next_round()
         if start_thread("worker-store", self._serve, current, self._serving) is None:
@@ -82,17 +78,17 @@ class WorkerStore:
             raise StartError(f"cannot serve the workers' store: {NONE_LEFT}")
 
     def _listen(self) -> socket.socket:
-        found = net.listen_on(self._address, self._ports)
-        if found.getsockname()[1] != self._avoid:
+        found = net.listen_on(self.address, self.ports)
+        if found.getsockname()[1] != self.avoid:
             return found
         with found:  # keep this port busy, so that another one is found
-            return net.listen_on(self._address, self._ports)
+            return net.listen_on(self.address, self.ports)
 
     def _listen_for_next_round(self) -> socket.socket:
         try:
             return self._listen()
         except StartError:
-            if self._ports is None:
+            if self.ports is None:
                 raise
             return self._listening.dup()
 
@@ -103,7 +99,7 @@ class WorkerStore:
                 if number == self._serving:
                     self._server = tcp_server.serve(listening)
         except Exception as error:  # torch raises many kinds of error; with any of them the workers cannot meet
-            self._on_error(f"cannot serve the workers' store on {self._address}: {error}")
+            self.on_error(f"cannot serve the workers' store on {self.address}: {error}")
 
 
 class RendezvousStoreForWorkers:

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from enum import Enum, auto
 from functools import partial
 
@@ -62,6 +62,7 @@ class _Server:
         self.report += data.lstrip(forkserver.NEARLY_LOADED)
 
 
+@dataclass(eq=False)
 class ParkedForks(Part):
     """Starts workers: from forks of a process that has imported the modules of ``preload``, else by executing them.
 
@@ -74,28 +75,21 @@ class ParkedForks(Part):
     left behind; the guard does not know it, and ends the server with all its forks when the agent has died.
     """
 
-    def __init__(
-        self,
-        preload: Preload,
-        like: WorkerSpec,
-        count: int,
-        selector: selectors.BaseSelector,
-        tree: ProcessTree,
-        say: Callable[[str], None],
-        given: StartedServer | None = None,
-    ) -> None:
-        self._preload = preload
-        self._like = like
-        self._count = count
-        self._selector = selector
-        self._tree = tree
-        self._say = say
-        self._env = without_round(like.env)
+    _preload: Preload
+    _like: WorkerSpec
+    _count: int
+    _selector: selectors.BaseSelector
+    _tree: ProcessTree
+    _say: Callable[[str], None]
+    given: InitVar[StartedServer | None] = None
+
+    def __post_init__(self, given: StartedServer | None) -> None:
+        self._env = without_round(self._like.env)
         self._server: _Server | None = None
         self._parked: deque[socket.socket] = deque()  # forks that were asked for and have no work
         self._asked: set[socket.socket] = set()  # forks that got work and may yet say why they were executed
         self._said: set[str] = set()
-        if preload.modules and runs_as_another_user():
+        if self._preload.modules and runs_as_another_user():
             self._give_up(f"{sys.executable} runs as another user")
         self._start(given)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,25 +15,22 @@ from elastirun.train.reduction.running_stats import RunningStatistics
 from elastirun.train.reduction.transports.base import Arena, Storage, Transport, Work
 
 
+@dataclass(eq=False)
 class BucketSet:
     """The memory of ``planner``'s plan, which ``transport`` reduces. Without a plan in memory there are no buckets."""
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        planner: Planner,
-        transport: Transport,
-        statistics: RunningStatistics,
-        rank: int,
-        world: int,
-        in_use: bool = True,
-    ) -> None:
-        self._params, self._planner, self._transport, self._statistics = params, planner, transport, statistics
-        self._rank, self._world = rank, world
-        self._in_use = in_use  # the statistics travel in this memory
+    _params: Sequence[nn.Parameter]
+    _planner: Planner
+    _transport: Transport
+    _statistics: RunningStatistics
+    _rank: int
+    _world: int
+    _in_use: bool = True  # the statistics travel in this memory
+
+    def __post_init__(self) -> None:
         self.outdated = True  # there is a newer plan than the one in memory
         self.words_apart = False  # the words travel in memory of their own, after the last bucket
-        self._words = ControlWords(rank, world, 0, len(params))
+        self._words = ControlWords(self._rank, self._world, 0, len(self._params))
         self.buckets: list[Bucket] = []
         self.home: dict[int, tuple[Bucket, Portion]] = {}  # by parameter
         self._arena: Arena | None = None
