@@ -76,9 +76,14 @@ class Part:
 
     def round_stops(self, stop: Stop, grace: float) -> None:
         """The workers are about to be told to stop, or to park. They have ``grace`` seconds."""
+        self.stop_watching()
 
     def idle(self) -> None:
         """The last worker of the round has ended or is parked. Called again if the round is stopped when its workers have ended already."""
+        self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """The workers step no more: they are about to be told to stop, or have ended. Called by ``round_stops`` and ``idle``."""
 
     def leaves(self) -> None:
         """This node is to leave the job: it was signalled, or cannot run workers."""

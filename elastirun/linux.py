@@ -4,6 +4,8 @@ conda's Python, and that of uv until July 2026, were built for glibc 2.17 and ha
 Each function is Python's own where there is one. Errors: OSError. Imports little, because the guard imports this module.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 import signal
@@ -17,6 +19,16 @@ MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2  # from <linux/memfd.h>
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # for fcntl.fcntl, from <linux/fcntl.h>
 TFD_TIMER_ABSTIME = 1  # from <sys/timerfd.h>
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+
+
+class Descriptor(int):
+    """A descriptor that a ``with`` closes."""
+
+    def __enter__(self) -> Descriptor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self)
 
 
 def pidfd_open(pid: int) -> int:

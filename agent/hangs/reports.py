@@ -67,20 +67,17 @@ class HangReports:
         self._closed.set()
 
     def _run(self) -> None:
+        """Write this node's report, learn the verdict, and take the report back when the hang is over."""
         with suppress(StoreError), closing(NodeReports(self._meeting, TOPIC)) as reports:
-            self._take_part(reports)
-
-    def _take_part(self, reports: NodeReports) -> None:
-        """Write this node's report, learn the verdict, and take the report back when the hang is over. Errors: ``StoreError``."""
-        reports.write(self._meeting.node_rank, self._own)
-        while self.verdict is None and not self._closed.wait(PAUSE):
-            if self._meeting.node_rank == 0:
-                self._judge(reports)
-            else:
-                found = reports.read(VERDICT, SharedVerdict)
-                self.verdict = found if found and self._own.id in found.reports else None
-        self._closed.wait()
-        reports.write(self._meeting.node_rank, replace(self._own, workers=()))
+            reports.write(self._meeting.node_rank, self._own)
+            while self.verdict is None and not self._closed.wait(PAUSE):
+                if self._meeting.node_rank == 0:
+                    self._judge(reports)
+                else:
+                    found = reports.read(VERDICT, SharedVerdict)
+                    self.verdict = found if found and self._own.id in found.reports else None
+            self._closed.wait()
+            reports.write(self._meeting.node_rank, replace(self._own, workers=()))
 
     def _judge(self, reports: NodeReports) -> None:
         """Judge, if the reports of all nodes are there."""

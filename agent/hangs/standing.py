@@ -11,7 +11,6 @@ from elastirun.agent.hangs import causes
 from elastirun.agent.hangs.stacks import WAIT_LIMIT, Stacks
 from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.workers.workers import Workers
-from elastirun.rendezvous.wire.actions import Stop
 
 PERIOD = 15.0  # seconds without a first step, or since a worker has ended, that are worth a line; most scripts begin to train sooner
 
@@ -37,18 +36,11 @@ class Standing(Part):
         if round.record.world_size > 1:
             self.start(clock.now())
 
-    def round_stops(self, stop: Stop, grace: float) -> None:
-        self.stop()
-
-    def idle(self) -> None:
-        self.stop()
-
     def start(self, now: float) -> None:
         """Begin to look: the workers of a round were started at ``now``."""
         self._phase, self._due, self._finished = LineDue.FIRST_STEP, now + PERIOD, 0
 
-    def stop(self) -> None:
-        """Say nothing more about this round: its workers are being stopped, or have ended."""
+    def stop_watching(self) -> None:
         self._phase, self._due = LineDue.OVER, math.inf
 
     def tick(self, now: float) -> float:
@@ -57,7 +49,7 @@ class Standing(Part):
             return self._due
         if self._phase is LineDue.ASKED:
             self._tell()
-            self.stop()
+            self.stop_watching()
         elif self._is_odd():
             self._stacks.ask()
             self._phase, self._due = LineDue.ASKED, now + WAIT_LIMIT

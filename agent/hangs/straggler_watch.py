@@ -17,7 +17,6 @@ from elastirun.agent.observe.step_rates import StepRates, WorkerSteps
 from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.workers.workers import Workers
-from elastirun.rendezvous.wire.actions import Stop
 
 
 @dataclass(eq=False)
@@ -43,10 +42,7 @@ class StragglerWatch(Part):
         self.named.clear()
         self._compare_at = clock.now() + WINDOW
 
-    def round_stops(self, stop: Stop, grace: float) -> None:
-        self._compare_at = math.inf
-
-    def idle(self) -> None:
+    def stop_watching(self) -> None:
         self._compare_at = math.inf
 
     def steps(self, now: float) -> tuple[WorkerSteps, ...]:

@@ -24,7 +24,6 @@ from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.processes.process import Process
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.workers.workers import Workers
-from elastirun.rendezvous.wire.actions import Stop
 from elastirun.rendezvous.wire.records import Blame
 from elastirun.worker.progress_page import Page
 
@@ -34,7 +33,7 @@ SHARING = 2.0  # seconds until the nodes know each other's reports, once all of 
 
 
 class HangWatch(Part):
-    """Looks for a hang between ``start`` and ``stop``. ``timeout``, ``first_step``: as in ``LaunchConfig``.
+    """Looks for a hang between ``start`` and ``stop_watching``. ``timeout``, ``first_step``: as in ``LaunchConfig``.
 
     ``pages``: of the workers. ``meeting`` tells where the nodes of a round meet. ``write`` gets events, ``say`` lines for people.
     ``on_hung(local_rank, blame, note, stack, seconds)``: end this worker, which counts as its failure; it has made no step for ``seconds``.
@@ -62,9 +61,8 @@ class HangWatch(Part):
         self._reports: HangReports | None = None  # this node's part in the verdict of all nodes, while a hang lasts
         self._listen_at = math.inf  # when to look for that verdict
         self._debugged: dict[int, int] = {}  # by local rank: the steps of workers that were seen in a debugger for Python
-        self._questions: dict[int, py_spy.StackQuestion] | None = (
-            None  # of workers that have not written their stacks; None: none was asked
-        )
+        # Of workers that have not written their stacks; None: none was asked.
+        self._questions: dict[int, py_spy.StackQuestion] | None = None
         self.hangs = 0  # that were found, in all rounds
         self._forget()
 
@@ -82,12 +80,6 @@ class HangWatch(Part):
     def workers_started(self, round: NodeRound) -> None:
         self.start(None if round.alone else partial(self._meeting, round))
 
-    def round_stops(self, stop: Stop, grace: float) -> None:
-        self.stop()
-
-    def idle(self) -> None:
-        self.stop()
-
     def start(self, meet: Callable[[], Meeting] | None) -> None:
         """A round's workers were started. ``meet`` returns where the nodes meet; None: all workers run on this node."""
         self._meet = meet
@@ -96,13 +88,12 @@ class HangWatch(Part):
             self._detector.start_round(clock.now())
             self._look_at = clock.now() + self._detector.interval
 
-    def stop(self) -> None:
-        """The round's workers are being stopped, or have ended."""
+    def stop_watching(self) -> None:
         self._look_at = math.inf
         self._forget()
 
     def close(self) -> None:
-        self.stop()
+        self.stop_watching()
 
     def tick(self, now: float) -> float:
         detector = self._detector
@@ -206,7 +197,7 @@ class HangWatch(Part):
         verdict, observed = self._verdict, self._observed
         assert verdict is not None
         blame = Blame.VICTIM if verdict.how == causes.WAITING and self._meet else Blame.OWN_FAULT
-        self.stop()
+        self.stop_watching()
         for worker in observed:
             if worker.rank in verdict.ranks:
                 why = " (stopped by a signal)" if worker.stopped else ""

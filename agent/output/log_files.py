@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from elastirun import linux
 from elastirun.agent.output.disk import DiskThread
 
 MAX_LINE = 64 * 1024  # bytes; a longer line may be cut, so that memory stays bounded
@@ -156,8 +157,7 @@ def _link_latest(base: Path, run: str, node: str, mode: int) -> None:
     with suppress(OSError):
         with suppress(FileExistsError):
             make_folder(str(links), mode)
-        folder = os.open(links, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with linux.Descriptor(os.open(links, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as folder:
             if os.fstat(folder).st_uid != os.geteuid() or not _is_free(node, folder):
                 return
             new = base / run / LATEST
@@ -166,8 +166,6 @@ def _link_latest(base: Path, run: str, node: str, mode: int) -> None:
                 os.rename(new, node, dst_dir_fd=folder)  # atomic: there is always a link, the old or the new one
             except OSError:
                 os.unlink(new)
-        finally:
-            os.close(folder)
 
 
 def _is_free(name: str, folder: int) -> bool:

@@ -6,7 +6,9 @@ Members are read from the group's own ``cgroup.procs``, never from a process, so
 import errno
 import os
 import select
+from contextlib import suppress
 
+from elastirun import linux
 from elastirun.agent.processes import proc
 
 PREFIX = "elastirun-"
@@ -56,16 +58,8 @@ def is_empty(group: str) -> bool:
 
 def kill(group: str) -> None:
     """Kill all members at once, however fast they fork (``cgroup.kill``)."""
-    try:
-        fd = os.open(f"{group}/cgroup.kill", os.O_WRONLY)
-    except OSError:  # the group was removed
-        return
-    try:
+    with suppress(OSError), linux.Descriptor(os.open(f"{group}/cgroup.kill", os.O_WRONLY)) as fd:  # else the group was removed
         os.write(fd, b"1")
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
 
 
 def kill_members(group: str, before: float) -> set[int]:
@@ -82,10 +76,8 @@ def remove(group: str, timeout: float) -> bool:
     pause, waited = _FIRST_PAUSE, 0.0
     while True:
         for folder, _, _ in os.walk(group, topdown=False):
-            try:
-                os.rmdir(folder)  # the kernel refuses while a process is in the group
-            except OSError:
-                pass
+            with suppress(OSError):  # the kernel refuses while a process is in the group
+                os.rmdir(folder)
         if not os.path.exists(group):
             return True
         if waited >= timeout:

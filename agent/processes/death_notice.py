@@ -117,12 +117,9 @@ def _tell(notice: Notice, vote: Vote, place: Place, told: set[str]) -> None:
 
 
 def _carry_out(notice: Notice, where: dict[str, Any], died: float) -> bool:
-    store = _connect(where)
-    try:
+    with closing(_connect(where)) as store:
         protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token, where.get("owner", "")), lambda: died)
         return bool(execute(write_notice(protocol, notice.me, notice.round, died - notice.since), store))
-    finally:
-        store.close()
 
 
 def _connect(store: dict[str, Any]) -> Any:

@@ -107,19 +107,14 @@ def name(pid: int) -> str:
 def kill(process: ProcessStat, signum: int = signal.SIGKILL) -> bool:
     """Send the signal, and return whether it was sent. A later process with the same pid is never hit."""
     try:
-        fd = linux.pidfd_open(process.pid)
+        with linux.Descriptor(linux.pidfd_open(process.pid)) as fd:
+            now = look(process.pid)  # after the pidfd was opened, so that both are the same process
+            if now is None or now.started != process.started or not now.alive:
+                return False
+            linux.pidfd_send_signal(fd, signum)
+            return True
     except OSError:
         return False
-    try:
-        now = look(process.pid)  # after the pidfd was opened, so that both are the same process
-        if now is None or now.started != process.started or not now.alive:
-            return False
-        linux.pidfd_send_signal(fd, signum)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 def is_of_our_user(pid: int) -> bool:

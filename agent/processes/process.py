@@ -18,13 +18,10 @@ from elastirun.errors import StartError
 def require_pidfds() -> None:
     """Raise StartError, in one line, where the kernel or a seccomp profile does not let processes be watched."""
     try:
-        fd = linux.pidfd_open(os.getpid())
-        try:
+        with linux.Descriptor(linux.pidfd_open(os.getpid())) as fd:
             linux.pidfd_send_signal(fd, 0)
             with suppress(ChildProcessError):
                 os.waitid(linux.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        finally:
-            os.close(fd)
     except OSError as error:
         raise StartError(
             f"processes cannot be watched here ({error.strerror}): elastirun needs Linux 5.4 or newer, and a sandbox (seccomp, gVisor) "

@@ -39,8 +39,7 @@ class NodeReports:
         # etcd gives keys with "/node/" in their name a lease, so that they vanish some time after the last write.
         self._prefix, self._nodes = f"{meeting.prefix}{topic}/node/", meeting.nodes
         self._codec = Codec(meeting.token, at.owner)
-        opened = TcpStore(at.address, at.port, ASK_LIMIT, (self._prefix,)) if isinstance(at, TcpAt) else at.open()
-        self._store: Any = opened
+        self._store: Any = TcpStore(at.address, at.port, ASK_LIMIT, (self._prefix,)) if isinstance(at, TcpAt) else at.open()
 
     def write(self, name: int | str, record: Any) -> None:
         """Set the record of a node rank, or of another name, whatever it was."""

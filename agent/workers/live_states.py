@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.tcp import TcpStore
@@ -38,13 +38,9 @@ def tell_over(address: str, port: int, round: int, goes_on: Callable[[], bool]) 
 def _write(address: str, port: int, key: str, value: bytes, goes_on: Callable[[], bool]) -> None:
     def write() -> None:
         while goes_on():
-            with suppress(StoreError):
-                store = TcpStore(address, port, creates=(key,))
-                try:
-                    store.put_if(key, None, value)
-                    return
-                finally:
-                    store.close()
+            with suppress(StoreError), closing(TcpStore(address, port, creates=(key,))) as store:
+                store.put_if(key, None, value)
+                return
             time.sleep(AGAIN)
 
     start_thread("live states", write)  # if none can be started, the workers wait, and end with their timeout

@@ -7,7 +7,6 @@ All calls happen in the loop's thread; nothing blocks. A client that hangs costs
 
 from __future__ import annotations
 
-import array
 import math
 import os
 import selectors
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent.host.accepting import Accepting
 from elastirun.agent.part import Part
 from elastirun.linux import peer_of
@@ -28,7 +27,6 @@ FOLDER, NAME = "elastirun-agent-", "agent"  # what the folder of the socket begi
 MAX_CLIENTS = 64  # connections at once; one more closes the oldest
 MAX_LINE = 1024  # bytes of a request; a fence token has about 20, a name of an image as well, and one that is too long gets an answer
 MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
-ROOM_FOR_FD = socket.CMSG_LEN(array.array("i").itemsize)  # CMSG_SPACE has room for two
 
 
 @dataclass(eq=False)
@@ -84,10 +82,7 @@ class LocalSocket(Part):
         """Send one line, with a copy of ``fd``, and close the connection."""
         data = line.encode(errors="replace") + b"\n"
         with suppress(OSError):  # a fresh socket's buffer holds it
-            if fd is None:
-                client.connection.send(data)
-            else:
-                client.connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+            socket.send_fds(client.connection, [data], [] if fd is None else [fd])
         self.drop(client)
 
     def drop(self, client: LocalClient) -> None:
@@ -146,18 +141,14 @@ class LocalSocket(Part):
     def _receive(self, client: LocalClient) -> bytes:
         """Return what has come. Keep the first descriptor that came along; the kernel closes those beyond the room for one."""
         # Close-on-exec from the first moment, so that no worker that is started meanwhile gets a copy.
-        data, ancillary, flags, _ = client.connection.recvmsg(MAX_LINE + 1, ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags, _ = socket.recv_fds(client.connection, MAX_LINE + 1, 1, socket.MSG_CMSG_CLOEXEC)
         client.lost_fds = client.lost_fds or bool(flags & socket.MSG_CTRUNC)
-        for _, kind, payload in ancillary:
-            fds = array.array("i")
-            if kind == socket.SCM_RIGHTS:
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-            for fd in fds:
-                if client.fd is None:
-                    client.fd = fd
-                else:
-                    client.lost_fds = True
-                    close_aside(fd)
+        for fd in fds:
+            if client.fd is None:
+                client.fd = fd
+            else:
+                client.lost_fds = True
+                close_aside(fd)
         return data
 
 
@@ -170,14 +161,12 @@ def close_aside(fd: int) -> None:
 def _listen(folder: str) -> socket.socket:
     """Return a socket that listens at ``folder/NAME``, however long the folder's path is."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        path = f"{folder}/{NAME}"
-        listening.bind(path if len(os.fsencode(path)) <= MAX_PATH else f"/proc/self/fd/{fd}/{NAME}")
-        listening.listen(MAX_CLIENTS)
+        with linux.Descriptor(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+            path = f"{folder}/{NAME}"
+            listening.bind(path if len(os.fsencode(path)) <= MAX_PATH else f"/proc/self/fd/{fd}/{NAME}")
+            listening.listen(MAX_CLIENTS)
     except OSError:
         listening.close()
         raise
-    finally:
-        os.close(fd)
     return listening

@@ -20,7 +20,7 @@ from elastirun.chaos.recovery import Terms
 from elastirun.chaos.verdict import FaultOutcome, judge, table
 from elastirun.chaos.watch import RunningAgent
 from elastirun.cli import parse
-from elastirun.cli.subcommands import show
+from elastirun.cli.subcommands import read_options, show
 from elastirun.errors import StartError, UsageError
 
 FORMAT = 1  # of the JSON; raised when a field changes its meaning
@@ -113,11 +113,7 @@ def _ask(yes: bool) -> None:
 def _parse(argv: Sequence[str]) -> dict[str, Any]:
     params: list[click.Parameter] = [click.Option([name, f"--{name}"], default=default) for name, (default, _, _) in OPTIONS.items()]
     params += [click.Option([name, f"--{name}"], is_flag=True) for name in _FLAGS]
-    params += [click.Option(["help", "-h", "--help"], is_flag=True), click.Argument(["job"], required=False)]
-    try:
-        return dict(click.Command("chaos", params=params, add_help_option=False).make_context("chaos", list(argv)).params)
-    except click.UsageError as error:
-        raise UsageError(f"{error.format_message()} (see elastirun chaos --help)") from None
+    return read_options("chaos", [*params, click.Argument(["job"], required=False)], argv)
 
 
 def _read(name: str, parser: Callable[[str], T], given: dict[str, Any]) -> T:

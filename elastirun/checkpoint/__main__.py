@@ -83,10 +83,8 @@ def verify(directory: str, step: int | None) -> None:
 def show(directory: str, step: int | None) -> None:
     """Show the record, the tensors and the values of one checkpoint."""
     place, one = _choose(directory, step)
-    tensors, values = (
-        _read(place, one, TENSORS, lambda data: decode_tensors(data, NAMES)),
-        _read(place, one, VALUES, lambda data: parse(data, MAX_BYTES)),
-    )
+    tensors = _read(place, one, TENSORS, lambda data: decode_tensors(data, NAMES))
+    values = _read(place, one, VALUES, lambda data: parse(data, MAX_BYTES))
     commit = one.commit
     assert commit
     when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(commit.time))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import socket
@@ -33,7 +32,10 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """
     fds: list[int] = []
     try:
-        start = _receive_start(sock, fds)
+        start, came, flags, _ = socket.recv_fds(sock, _LENGTH, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        fds += came
+        if flags & socket.MSG_CTRUNC:
+            raise CheckpointError(f"a message came with more than {MAX_FDS} descriptors, or this process can have no more of them")
         if not start:
             return None
         start += _receive_rest(sock, _LENGTH - len(start))
@@ -50,18 +52,6 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _receive_start(sock: socket.socket, fds: list[int]) -> bytes:
-    """Return the first bytes of a message, at most the four of its length, and add the descriptors beside them to ``fds``."""
-    one = array.array("i").itemsize
-    data, ancillary, flags, _ = sock.recvmsg(_LENGTH, socket.CMSG_LEN(MAX_FDS * one), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.extend(array.array("i", content[: len(content) - len(content) % one]))
-    if flags & socket.MSG_CTRUNC:
-        raise CheckpointError(f"a message came with more than {MAX_FDS} descriptors, or this process can have no more of them")
-    return data
 
 
 def _receive_rest(sock: socket.socket, length: int) -> bytes:

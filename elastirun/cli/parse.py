@@ -36,14 +36,20 @@ def nearest(text: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+def _matched(pattern: str, text: str, wrong: str, flags: int = 0) -> re.Match[str]:
+    """Return the match of the whole ``text``. Raises ValueError, which begins with ``text`` and goes on with what is ``wrong``."""
+    match = re.fullmatch(pattern, text, flags)
+    if match is None:
+        raise ValueError(f"{quote(text)} {wrong}")
+    return match
+
+
 def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
     """Return a parser of whole numbers from ``low`` to ``high``."""
     wanted = f"give a whole number of at least {low}" if high == 10**9 else f"give a whole number from {low} to {high}"
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
-            raise ValueError(f"{quote(text)} is not a whole number; {wanted}")
-        value = int(text)
+        value = int(_matched(r"\s*[+-]?[0-9]{1,18}\s*", text, f"is not a whole number; {wanted}")[0])
         if not low <= value <= high:
             raise ValueError(f"{value} is out of range; {wanted}")
         return value
@@ -146,9 +152,7 @@ def nodes(text: str) -> tuple[int, int]:
 
 def node_name(text: str) -> str:
     """Parse a name for a node: letters, digits and ``. _ : @ -``, at most 120."""
-    if not re.fullmatch(r"[\w.:@-]{1,120}", text):
-        raise ValueError(f"{quote(text)} is no name for a node; give at most 120 letters, digits and . _ : @ -")
-    return text
+    return _matched(r"[\w.:@-]{1,120}", text, "is no name for a node; give at most 120 letters, digits and . _ : @ -")[0]
 
 
 def host(text: str) -> str:
@@ -208,9 +212,8 @@ def endpoints(text: str, default_port: int) -> tuple[Endpoint, ...]:
 
 def port_range(text: str) -> tuple[int, int]:
     """Parse ``FIRST:LAST`` into two ports."""
-    match = re.fullmatch(r"\s*([0-9]{1,5})\s*:\s*([0-9]{1,5})\s*", text, re.ASCII)
-    if match is None:
-        raise ValueError(f"{quote(text)} is not a range of ports; give FIRST:LAST, such as 29600:29699")
+    wrong = "is not a range of ports; give FIRST:LAST, such as 29600:29699"
+    match = _matched(r"\s*([0-9]{1,5})\s*:\s*([0-9]{1,5})\s*", text, wrong, re.ASCII)
     first, last = int(match[1]), int(match[2])
     if not (1 <= first <= 65535 and 1 <= last <= 65535):
         raise ValueError(f"{quote(text)}: ports are from 1 to 65535")
@@ -221,9 +224,8 @@ def port_range(text: str) -> tuple[int, int]:
 
 def port_to_serve(text: str) -> Endpoint:
     """Parse ``PORT``, for every interface (the host is empty then), or ``HOST:PORT``. Port 0 stands for any free port."""
-    match = re.fullmatch(r"\s*(?:(.*):)?([0-9]+)\s*", text, re.ASCII | re.DOTALL)
-    if match is None:
-        raise ValueError(f"{quote(text)} has no port; give PORT or HOST:PORT, such as 8080 or 127.0.0.1:8080")
+    wrong = "has no port; give PORT or HOST:PORT, such as 8080 or 127.0.0.1:8080"
+    match = _matched(r"\s*(?:(.*):)?([0-9]+)\s*", text, wrong, re.ASCII | re.DOTALL)
     where, port = match[1] or "", match[2]
     if _is_ipv6(where):
         raise ValueError(f"{quote(text)} does not say where the address ends and the port begins; write [{where}]:{port}")
@@ -300,9 +302,8 @@ def byte_size(least: int) -> Callable[[str], int]:
     """Return a parser of ``500000`` or ``10M``. K, M, G and T are powers of 1024; a B or iB behind them changes nothing."""
 
     def parser(text: str) -> int:
-        match = re.fullmatch(r"\s*([0-9]{1,15})\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
-        if match is None:
-            raise ValueError(f"{quote(text)} is not a number of bytes; give one such as 500000, 10M or 2G")
+        wrong = "is not a number of bytes; give one such as 500000, 10M or 2G"
+        match = _matched(r"\s*([0-9]{1,15})\s*([KMGT]?)(i?B)?\s*", text, wrong, re.IGNORECASE)
         value = int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
         if value < least:
             raise ValueError(f"{quote(text)} is too little; give {least} bytes or more")
@@ -313,10 +314,8 @@ def byte_size(least: int) -> Callable[[str], int]:
 
 def file_mode(text: str) -> int:
     """Parse ``640`` into 0o640: permissions with which the owner can read and write, and nobody can execute."""
-    match = re.fullmatch(r"\s*(?:0o?)?(6[0246]{2})\s*", text)
-    if match is None:
-        raise ValueError(f"{quote(text)} is not understood; give 600 (the owner alone), 640 (and the group) or 644 (everyone)")
-    return int(match[1], 8)
+    wrong = "is not understood; give 600 (the owner alone), 640 (and the group) or 644 (everyone)"
+    return int(_matched(r"\s*(?:0o?)?(6[0246]{2})\s*", text, wrong)[1], 8)
 
 
 def needles(text: str) -> tuple[str, ...]:

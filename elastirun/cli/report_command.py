@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from elastirun.cli.parse import quote
-from elastirun.cli.subcommands import show
+from elastirun.cli.subcommands import read_options, show
 from elastirun.errors import NothingFound, StartError, UsageError
 
 OUT = "report.html"
@@ -35,15 +35,11 @@ def main(argv: Sequence[str]) -> int:
     from elastirun.report import clocks, page, reader, story, trace, words  # no launch needs them
 
     parameters: list[click.Parameter] = [
-        click.Option(["help", "-h", "--help"], is_flag=True),
         click.Option(["out", "-o", "--out"], callback=_given),
         click.Option(["trace", "--trace"], callback=_given),
         click.Argument(["folders"], nargs=-1),
     ]
-    try:
-        given = click.Command("report", params=parameters, add_help_option=False).make_context("report", list(argv)).params
-    except click.UsageError as error:
-        raise UsageError(f"{error.format_message()} (see elastirun report --help)") from None
+    given = read_options("report", parameters, argv)
     if given["help"]:
         return show(_HELP)
     if not given["folders"]:

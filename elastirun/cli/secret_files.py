@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.parse import quote
 from elastirun.errors import UsageError
@@ -50,12 +50,9 @@ def read_secret_file(path: str, max_bytes: int) -> SecretFile:
 
     Raises OSError, whose ``strerror`` also says when nobody writes into the pipe, and ValueError when ``path`` is not a path.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a pipe without a writer must not block the open
-    try:
-        mode = os.fstat(fd).st_mode
-        content = _read(fd, max_bytes)
-    finally:
-        os.close(fd)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe without a writer must not block the open
+    with linux.Descriptor(os.open(path, flags)) as fd:
+        mode, content = os.fstat(fd).st_mode, _read(fd, max_bytes)
     return SecretFile(content, _advice(path, mode) if stat.S_ISREG(mode) else "")
 
 

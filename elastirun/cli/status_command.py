@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 
 import click
@@ -26,7 +27,7 @@ from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.options import BY_DEST
 from elastirun.cli.rendezvous_options import C10D_PORT, STATIC_PORT, etcd_of
 from elastirun.cli.secret_files import read_token
-from elastirun.cli.subcommands import show
+from elastirun.cli.subcommands import read_options, show
 from elastirun.cli.warm_command import line
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import NothingFound, StartError, UsageError
@@ -64,17 +65,12 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(f"--watch: {error}") from None
     target = target_of(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
-    reader = StatusReader(target)
-    try:
+    with closing(StatusReader(target)) as reader:
         if seconds is None:
             return _show(reader.look(), target, as_json)
-        while True:
-            code = _show_again(reader.look(), target, as_json, seconds)
-            if code != ExitCode.OK:
-                return code
+        while (code := _show_again(reader.look(), target, as_json, seconds)) == ExitCode.OK:
             time.sleep(seconds)
-    finally:
-        reader.close()
+        return code
 
 
 def read_words(name: str, words: Sequence[str], own: Sequence[click.Parameter]) -> dict[str, str]:
@@ -82,15 +78,11 @@ def read_words(name: str, words: Sequence[str], own: Sequence[click.Parameter]) 
 
     Errors: ``UsageError``.
     """
-    params: list[click.Parameter] = [click.Option(["help", "-h", "--help"], is_flag=True), *own]
+    params: list[click.Parameter] = [*own]
     params += [click.Option([dest, BY_DEST[dest].name, *(["--endpoint"] if dest == "rdzv_endpoint" else [])]) for dest in SAME_AS_LAUNCH]
     params += [click.Argument(["job"], required=False)]
-    command = click.Command(name, params=params, add_help_option=False)
-    try:
-        context = command.make_context(name, [*words], token_normalize_func=lambda name: name.replace("_", "-"))
-    except click.UsageError as error:
-        raise UsageError(f"{error.format_message()} (see elastirun {name} --help)") from None
-    found = {dest: "1" if value is True else value for dest, value in context.params.items() if value not in (None, False)}
+    read = read_options(name, params, words, token_normalize_func=lambda name: name.replace("_", "-"))
+    found = {dest: "1" if value is True else value for dest, value in read.items() if value not in (None, False)}
     if (job := found.pop("job", None)) is not None:
         if found.get("rdzv_id", job) != job:
             raise UsageError(f"--rdzv-id={found['rdzv_id']} and {parse.quote(job)} are two jobs; give one")

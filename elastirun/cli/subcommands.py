@@ -9,6 +9,9 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
 
 from elastirun import standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
@@ -63,6 +66,15 @@ def run(name: str, argv: Sequence[str]) -> int:
     except tuple(CODES) as error:
         standard_streams.write("stderr", f"elastirun {name}: {' '.join(str(error).splitlines())}\n")
         return next(code for kind, code in CODES.items() if isinstance(error, kind))
+
+
+def read_options(name: str, params: Sequence[click.Parameter], argv: Sequence[str], **settings: Any) -> dict[str, Any]:
+    """Return the values of ``params`` and ``help`` in the words after a command's name. ``settings``: click's. Raises UsageError."""
+    command = click.Command(name, params=[click.Option(["help", "-h", "--help"], is_flag=True), *params], add_help_option=False)
+    try:
+        return dict(command.make_context(name, list(argv), **settings).params)
+    except click.UsageError as error:
+        raise UsageError(f"{error.format_message()} (see elastirun {name} --help)") from None
 
 
 def show(text: str) -> int:

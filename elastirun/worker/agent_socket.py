@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import time
@@ -23,8 +22,7 @@ def ask(path: str, line: str, timeout: float, fd: int | None = None) -> tuple[st
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             _connect(connection, f"/proc/self/fd/{at}/{name}", deadline)
-            along = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-            connection.sendmsg([line.encode() + b"\n"], along)
+            socket.send_fds(connection, [line.encode() + b"\n"], [] if fd is None else [fd])
             return _receive(connection, deadline)
     finally:
         os.close(at)
@@ -43,14 +41,12 @@ def _connect(connection: socket.socket, path: str, deadline: float) -> None:
 
 
 def _receive(connection: socket.socket, deadline: float) -> tuple[str, int | None]:
-    received, fds = b"", array.array("i")
+    received, fds = b"", list[int]()
     try:
         while len(received) < MAX_ANSWER and not received.endswith(b"\n"):
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            data, ancillary, _, _ = connection.recvmsg(65536, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-            for level, kind, payload in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+            data, came, _, _ = socket.recv_fds(connection, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+            fds += came
             if not data:
                 break
             received += data

@@ -488,7 +488,7 @@ def test_a_worker_tells_the_work_in_its_steps(worker: Any, pages: ProgressPages)
 def test_off_or_stopped_nothing_is_watched(worker: Any, pages: ProgressPages) -> None:
     process = worker()
     off, stopped = Watched(process, pages, timeout=None), Watched(process, pages)
-    stopped.watch.stop()
+    stopped.watch.stop_watching()
     for watched in (off, stopped):
         watched.run(3600)
         assert watched.said == []

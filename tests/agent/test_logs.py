@@ -179,7 +179,7 @@ def test_ranks_of_the_whole_job_are_shown(make: Callable[..., Loop], tmp_path: P
     specs = [spec(says(f"{rank}\n", f"e{rank}\n"), rank) for rank in range(2)]
     assert run(loop, *specs)[0].splitlines() in ([b"host:0> 0", b"host:1> 1"], [b"host:1> 1", b"host:0> 0"])
     logs = loop.logs.open_round(9, specs, 3)  # the same ranks in a larger world
-    assert logs.descriptors(0)[0] is not None and [len(w.pumps) for w in logs._workers.values()] == [2, 1]
+    assert logs.descriptors(0)[0] is not None and [len(w.pumps) for w in logs.workers.values()] == [2, 1]
     logs.finish()
     loop.attempt = 1
     loop.logs._policy = LogPolicy(tmp_path, tee=OUT, show=((1, 1),))

@@ -75,6 +75,6 @@ def test_a_worker_that_ends_later_gets_the_line_when_others_have_run_on_for_long
 
 def test_a_round_that_is_over_gets_no_line() -> None:
     node = Node(4, 0)
-    node.standing.stop()
+    node.standing.stop_watching()
     node.run(10 * PERIOD)
     assert (node.asked, node.said) == (0, [])

@@ -84,11 +84,8 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
     command = {"argv": [sys.executable, *sys.orig_argv[1:]], "environment": dict(os.environ)}
     agent = StartedAgent({*PASSED_ON, *(signal.Signals[name] for name in signals)})
     try:
-        folder = open_folder(make=True)
-        try:
+        with open_folder(make=True) as folder:
             connection = _start_agent(agent, folder, preload, environment, command)
-        finally:
-            os.close(folder)
     except TimeoutError:
         raise NotWarm("the server does not answer; elastirun warm stop ends it") from None
     except OSError as error:
@@ -100,7 +97,7 @@ def run(preload: Preload, environment: Mapping[str, str], signals: Collection[st
 # -- the folder
 
 
-def open_folder(make: bool = False) -> int:
+def open_folder(make: bool = False) -> linux.Descriptor:
     """Return a descriptor of the folder of this user's servers; with ``make`` it is made if there is none. Raises NotWarm and OSError."""
     run_time = os.environ.get("XDG_RUNTIME_DIR")
     if os.getuid() != os.geteuid() or os.getgid() != os.getegid():
@@ -113,7 +110,7 @@ def open_folder(make: bool = False) -> int:
     if make:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    folder = linux.Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
     found = os.fstat(folder)
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         os.close(folder)
@@ -127,21 +124,19 @@ def _user_is_unmapped() -> bool:
     return os.geteuid() == overflow and Path("/proc/self/uid_map").read_text().split() != EVERY_USER
 
 
-def _open_key(folder: int) -> int:
+def _open_key(folder: int) -> linux.Descriptor:
     """Return a descriptor of the file with the key, which is made if there is none."""
     new = f"{warm_server.LOCK_FILE}.{os.urandom(8).hex()}"
-    try:
-        return os.open(warm_server.LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except FileNotFoundError:
-        made = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    with suppress(FileNotFoundError):
+        return linux.Descriptor(os.open(warm_server.LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder))
+    with linux.Descriptor(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)) as made:
         try:
             os.write(made, os.urandom(KEY_SIZE))
             with suppress(FileExistsError):
                 os.link(new, warm_server.LOCK_FILE, src_dir_fd=folder, dst_dir_fd=folder)  # whole, or not at all
         finally:
-            os.close(made)
             os.unlink(new, dir_fd=folder)
-    return os.open(warm_server.LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    return linux.Descriptor(os.open(warm_server.LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder))
 
 
 # -- the conditions
@@ -208,8 +203,7 @@ def _start_agent(
     agent: StartedAgent, folder: int, preload: Preload, environment: Mapping[str, str], command: dict[str, Any]
 ) -> socket.socket:
     """Let the server start the agent; the server is started if there is none. Return the connection. Raises NotWarm and OSError."""
-    key = _open_key(folder)
-    try:
+    with _open_key(folder) as key:
         name = name_of(conditions(preload, environment), os.pread(key, KEY_SIZE, 0))
         _lock(key, name)
         for _ in range(2):  # the first may have imported files that have changed since
@@ -222,8 +216,6 @@ def _start_agent(
                 return connection
             os.unlink(name, dir_fd=folder)
         raise NotWarm("files of the packages are being changed")
-    finally:
-        os.close(key)
 
 
 def _lock(key: int, name: str) -> None:
@@ -242,12 +234,11 @@ def _connect(folder: int, name: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(ANSWER_LIMIT)
     try:
-        connection.connect(f"/proc/self/fd/{folder}/{name}")
-        if linux.peer_of(connection)[1] == os.geteuid():
-            return connection
-        raise NotWarm("the server there belongs to another user")
-    except FileNotFoundError:
-        pass
+        with suppress(FileNotFoundError):
+            connection.connect(f"/proc/self/fd/{folder}/{name}")
+            if linux.peer_of(connection)[1] == os.geteuid():
+                return connection
+            raise NotWarm("the server there belongs to another user")
     except ConnectionRefusedError:
         os.unlink(name, dir_fd=folder)
     connection.close()
@@ -292,16 +283,12 @@ def _ask(connection: socket.socket, seconds: float, command: dict[str, Any]) -> 
     """
     if not connection.recv(1):
         raise NotWarm("the server has ended")
-    file = linux.memfd_create("elastirun-command")
-    here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with open(file, "wb", closefd=False) as writer:
-            writer.write(json.dumps(command).encode())
-        socket.send_fds(connection, [json.dumps({"seconds": seconds}).encode()], [0, 1, 2, here, file])
+    here = linux.Descriptor(os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    with here, open(linux.memfd_create("elastirun-command"), "wb") as file:
+        file.write(json.dumps(command).encode())
+        file.flush()
+        socket.send_fds(connection, [json.dumps({"seconds": seconds}).encode()], [0, 1, 2, here, file.fileno()])
         return _receive(connection)
-    finally:
-        os.close(here)
-        os.close(file)
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
@@ -361,10 +348,8 @@ def servers() -> list[WarmServer]:
         folder = open_folder()
     except FileNotFoundError:
         return []
-    try:
+    with folder:
         return list(_servers(folder))
-    finally:
-        os.close(folder)
 
 
 def _servers(folder: int) -> Iterator[WarmServer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 
 import click
 
@@ -42,15 +43,13 @@ def main(argv: Sequence[str]) -> int:
     if count != MAX and not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) and len(count) <= 9):
         raise UsageError(f"{quote(count)} is no number of nodes; give one from 1 on, or max for as many as --nnodes allows")
     target = target_of(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
-    reader = StatusReader(target)
     try:
-        job = find_one(reader.look(), target)
-        wanted = 0 if count == MAX else _within(job, int(count))
-        reader.scale(job.job, wanted)
+        with closing(StatusReader(target)) as reader:
+            job = find_one(reader.look(), target)
+            wanted = 0 if count == MAX else _within(job, int(count))
+            reader.scale(job.job, wanted)
     except StoreError as error:
         raise StartError(f"the number of nodes cannot be written: {error}") from None
-    finally:
-        reader.close()
     if wanted == 1 and len(job.nodes) > 1 and "etcd" not in job.store:
         standard_streams.write("stderr", f"elastirun scale: warning: {ALONE}\n")
     members = sum(node.node_rank is not None for node in job.nodes)

@@ -62,11 +62,8 @@ class SliceMemory:
             path = f"/proc/{int(pid)}/fd/{int(descriptor)}"
             if NAME not in os.readlink(path):  # that of a process of another host, whose file might be anything
                 return None
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
+            with linux.Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC)) as file:
                 memory._map(mmap(file, int(size), flags=MAP_SHARED))
-            finally:
-                os.close(file)
         except (OSError, ValueError):
             return None
         return memory if bytes(memory._head[16 : 16 + TOKEN]).hex() == token else None
