@@ -122,10 +122,9 @@ def _names_one(value: str, up: set[str]) -> bool:
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return clip(importlib.metadata.version(package), MOST_TEXT)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def _cuda() -> str:

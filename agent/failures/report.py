@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -84,10 +85,9 @@ def _missed(record: ExitRecord) -> list[str]:
 
 
 def _date(seconds: float) -> str:
-    try:
+    with suppress(ValueError, OverflowError, OSError):  # another node wrote the record, so the number may be anything
         return datetime.fromtimestamp(int(seconds)).isoformat(sep="_")
-    except (ValueError, OverflowError, OSError):  # another node wrote the record, so the number may be anything
-        return "unknown"
+    return "unknown"
 
 
 def _other(record: ExitRecord) -> str:

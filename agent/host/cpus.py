@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 ReadFile = Callable[[str], str]
@@ -36,10 +37,9 @@ def cpu_quota(read: ReadFile) -> float | None:
 
 def own_groups(controller: str, read: ReadFile = read_file) -> list[str]:
     """Return ``cgroup_folders`` of this process; none when /proc does not say them."""
-    try:
+    with suppress(OSError):
         return cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo"), controller)
-    except OSError:
-        return []
+    return []
 
 
 def cgroup_folders(cgroup: str, mountinfo: str, controller: str = "cpu") -> list[str]:

@@ -14,6 +14,7 @@ import os
 import random
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -238,10 +239,9 @@ def _is_localhost(host: str) -> bool:
 
 
 def is_number(host: str) -> bool:
-    try:
+    with suppress(OSError, ValueError):
         return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def _hosts_names(hosts: Path, ours: set[str]) -> Iterator[str]:
@@ -360,10 +360,9 @@ def _listen(address: str, port: int) -> socket.socket | None:
 def _nonlocal_bind(family: socket.AddressFamily) -> bool:
     """Return whether the kernel lets us bind addresses that we do not have, as on many load balancers: then bind proves nothing."""
     version = "ipv6" if family == socket.AF_INET6 else "ipv4"
-    try:
+    with suppress(OSError):
         return Path(f"/proc/sys/net/{version}/ip_nonlocal_bind").read_text().strip() != "0"
-    except OSError:
-        return False
+    return False
 
 
 def _why_not(error: OSError, option: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,10 +201,9 @@ def _read_int(path: Path) -> int:
 
 def _read(path: Path) -> str:
     """Return the stripped text; empty when there is no such file: containers and virtual machines hide some."""
-    try:
+    with suppress(OSError):
         return path.read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _sysfs_pci(bus_id: str) -> str:

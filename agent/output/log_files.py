@@ -170,10 +170,9 @@ def _link_latest(base: Path, run: str, node: str, mode: int) -> None:
 
 def _is_free(name: str, folder: int) -> bool:
     """Return whether a link, or nothing, has this name in the open ``folder``."""
-    try:
+    with suppress(FileNotFoundError):
         return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-    except FileNotFoundError:
-        return True
+    return True
 
 
 def _file_name(text: str, max_bytes: int) -> str:

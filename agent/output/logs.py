@@ -10,6 +10,7 @@ import selectors
 import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from string import Template
 from typing import TypeVar
@@ -218,10 +219,9 @@ class RunLogs(Part):
 
     def in_time(self, read: Callable[[], T], default: T) -> T:
         """Return what ``read`` returns, or ``default`` if it fails or takes too long."""
-        try:
+        with suppress(OSError):
             return self.disk.call(read, self._limit)
-        except OSError:
-            return default
+        return default
 
     def close(self) -> None:
         """Close what is open, and remove the run's folder if it is temporary."""

@@ -41,10 +41,9 @@ def members(group: str) -> list[int]:
 
 def is_ours(group: str) -> bool:
     """Return whether our user owns the group. A group that another agent has just removed is nobody's."""
-    try:
+    with suppress(FileNotFoundError):
         return os.stat(group).st_uid == os.geteuid()
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def is_empty(group: str) -> bool:

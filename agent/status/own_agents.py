@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,13 @@ def sockets() -> list[str]:
 
 def ask(path: str) -> OwnAgent | None:
     """Return what the agent with this socket says; None when it does not answer, or is of another version."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         answer = json.loads(agent_socket.ask(path, STORE, ASK_LIMIT)[0])
         steps = tuple(_steps(**one) for one in answer["steps"])
         live, finished = (tuple(map(int, answer.get(name, ()))) for name in ("live", "finished"))
         endpoints, devices = tuple(map(str, answer["endpoints"])), str(answer.get("devices", ""))
         return OwnAgent(str(answer["job"]), endpoints, dict(answer["store"]), steps, live, finished, devices, os.stat(path).st_mtime)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return None
 
 
 def _steps(rank: Any, local_rank: Any, steps: Any, seconds_since_step: Any, steps_per_second: Any, times_median: Any) -> WorkerSteps:

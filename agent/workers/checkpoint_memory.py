@@ -22,6 +22,7 @@ import os
 import re
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 
 from elastirun import clock, linux
 from elastirun.agent.host import memory
@@ -152,7 +153,6 @@ def has_fixed_size(fd: int) -> bool:
 
     Asks for the seals only: fstat of a file of a network file system may take for ever, and only memory has seals.
     """
-    try:
+    with suppress(OSError):
         return fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS
-    except OSError:
-        return False
+    return False

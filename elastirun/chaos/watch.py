@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastirun.agent.processes import marks, proc
@@ -107,7 +108,7 @@ def find(job: str | None) -> str:
 
 def _ask(path: str) -> RunningAgent | None:
     """Return the agent with this socket; None: it does not answer, is of another version, or its processes have other numbers here."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         told = json.loads(agent_socket.ask(path, own_agents.SNAPSHOT, own_agents.ASK_LIMIT)[0])
         mark = marks.of(str(told["mark"]))[-1]
         process = proc.look(mark.pid) if mark.namespace == proc.pid_namespace() and proc.is_of_our_user(mark.pid) else None
@@ -120,8 +121,7 @@ def _ask(path: str) -> RunningAgent | None:
             ranks={int(pid): int(rank) for rank, pid in told["pids"].items()},
             pages=_pages(process.pid),
         )
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None
+    return None
 
 
 def _pages(agent: int) -> dict[int, Page]:

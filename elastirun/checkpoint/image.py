@@ -112,10 +112,9 @@ class Image:
         data = self.memory[at : at + length]
         if hashlib.sha256(data).digest() != digest:
             return None
-        try:
+        with suppress(CheckpointError, KeyError):
             return _decode(data, self.size)
-        except (CheckpointError, KeyError):
-            return None
+        return None
 
     def close(self) -> None:
         """Close the descriptor and unmap the memory. Where views of ``memory`` exist, it is unmapped when the last one goes."""

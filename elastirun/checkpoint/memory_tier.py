@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 
 from elastirun.worker.agent_socket import VARIABLE, ask
 
@@ -25,10 +26,9 @@ def put(name: str, fd: int, timeout: float = TIMEOUT) -> str:
 def names(prefix: str = "", timeout: float = TIMEOUT) -> list[str]:
     """Return the names that begin with ``prefix`` of all that the agent holds."""
     answer, _ = _ask("list", timeout)
-    try:
+    with suppress(ValueError, TypeError, AttributeError):
         return [name for name in json.loads(answer) if name.startswith(prefix)]
-    except (ValueError, TypeError, AttributeError):
-        return []
+    return []
 
 
 def found(prefix: str = "", timeout: float = TIMEOUT) -> dict[str, int]:

@@ -17,6 +17,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -76,11 +77,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _given_server() -> tuple[int, int] | None:
     """Return the pid and the control socket of the fork server that --keep-warm has given this process; None: none."""
-    try:
+    with suppress(ValueError):
         control, pid = map(int, os.environ.pop(warm_server.VARIABLE, "").split(","))
         return pid, control
-    except ValueError:
-        return None
+    return None
 
 
 def _launch(config: LaunchConfig, given: tuple[int, int] | None, may_stay_above: bool) -> int:

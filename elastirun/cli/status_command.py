@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 
 import click
@@ -163,10 +163,9 @@ def _text(found: Found, as_json: bool) -> str:
 
 def _kept_warm() -> str:
     """Return a line for each fork server of this user that waits for a command, which takes memory."""
-    try:
+    with suppress(OSError, keep_warm.NotWarm):
         return "".join(f"\nkept warm: {line(server)}; elastirun warm stop ends it" for server in keep_warm.servers())
-    except (OSError, keep_warm.NotWarm):
-        return ""
+    return ""
 
 
 def _no_job(found: Found, target: Target) -> str:

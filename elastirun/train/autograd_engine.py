@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
@@ -90,10 +90,9 @@ def at_the_end(callback: Callable[[], None]) -> None:
 
 def executes(node: Any) -> bool:
     """Return whether the backward under way will accumulate the gradient that belongs to ``node``."""
-    try:
+    with suppress(RuntimeError):  # autograd.grad was asked for this very gradient: it is captured, not accumulated
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad was asked for this very gradient: it is captured, not accumulated
-        return False
+    return False
 
 
 def accumulates() -> bool:

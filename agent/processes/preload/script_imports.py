@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 
@@ -70,14 +71,13 @@ Local = tuple[str, Sequence[FileStep]]  # a file of the user's own, with what it
 
 def steps(text: str | bytes, package: str = "") -> list[FileStep]:
     """Return the imports and the changes of the environment in a file of ``package``, in their order; none if it cannot be parsed."""
-    try:
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         body = ast.parse(text).body
         imports = (ast.Import, ast.ImportFrom)
         rest = next((i for i, node in enumerate(body) if not isinstance(node, imports) and not _is_docstring(node)), len(body))
         found = [step for node in body[:rest] for step in _steps_of(node, package, first=True)]
         return found + [step for node in body[rest:] for step in _steps_of(node, package)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+    return []
 
 
 def _is_docstring(node: ast.stmt) -> bool:

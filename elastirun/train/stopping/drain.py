@@ -250,7 +250,6 @@ def _has_agent() -> bool:
 
 
 def _deadline() -> float:
-    try:
+    with suppress(KeyError, ValueError):
         return max(0.0, float(os.environ[DEADLINE]))
-    except (KeyError, ValueError):
-        return USUAL_DEADLINE
+    return USUAL_DEADLINE

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from elastirun.worker.agent_socket import VARIABLE, ask
 
@@ -54,7 +55,6 @@ class FailureStop:
                     self._on_failure()
 
     def _after_failure(self) -> bool:
-        try:
+        with suppress(OSError):  # no agent any more
             return ask(self._socket, QUESTION, TIMEOUT)[0] == FAILURE
-        except OSError:  # no agent any more
-            return False
+        return False
