@@ -162,8 +162,8 @@ MUTANTS = (
         "replicas are not compared while one has no state",
         "reduction.conclusion:Conclusion.conclude",
         instead_of(
-            "every > 0 and self._parts.extensions.compares_replicas and (not held)",
-            "every > 0 and self._parts.extensions.compares_replicas",
+            "every > 0 and (not self._parts.extensions.hooked) and (not held)",
+            "every > 0 and (not self._parts.extensions.hooked)",
         ),
         seen_by="state_slices::a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD-True]",
     ),
@@ -824,7 +824,7 @@ MUTANTS = (
     mutant(
         "replicas that differ on purpose are not compared",
         "reduction.conclusion:Conclusion.conclude",
-        instead_of("every > 0 and self._parts.extensions.compares_replicas and (not held)", "every > 0 and (not held)"),
+        instead_of("every > 0 and (not self._parts.extensions.hooked) and (not held)", "every > 0 and (not held)"),
         seen_by="ways::the_same_as_with_torchs_class[local_steps_wrapped-group]",
     ),
     mutant(

@@ -359,7 +359,7 @@ class DistributedDataParallel(TorchNames):
             yield
         finally:
             self._reducer.schedule.set_sync(before)
-            self._reducer.accept_gradients()
+            self._reducer.unannounced.accept()
 
     def reduce(self) -> None:
         """Reduce the gradients that are there, as a backward does at its end.
@@ -383,7 +383,8 @@ class DistributedDataParallel(TorchNames):
 
         Gradients of backwards that are left over when the data end stay local: choose ``n`` so that it divides their number.
         """
-        self._reducer.schedule.reduce_every(whole("n of accumulate()", n))
+        schedule = self._reducer.schedule
+        schedule.every, schedule.backwards = whole("n of accumulate()", n), 0
 
     def set_samples(self, samples: float, backwards: float = 1, work: float | None = None) -> None:
         """Set the number of samples that this rank's gradients stand for, until the next call; default 1 on each rank.
@@ -422,7 +423,7 @@ class DistributedDataParallel(TorchNames):
         if hasattr(data, "steps"):
             raise WrongUse(f"batches() reads one batch ahead, which {type(data).__name__} would count as consumed: use its steps(ddp)")
         end, source = object(), iter(data)
-        self._reducer.local_report.read_first()
+        self._reducer.local_report.reads_first = True
         batch: Any = next(source, end)
         try:
             while True:
@@ -457,7 +458,7 @@ class DistributedDataParallel(TorchNames):
         """Request "checkpoint" or "drain": after the next reduction, ``name in ddp.agreement.requests`` on every rank, for one step."""
         if name not in REQUESTS:
             raise TrainError(f'there is no request {name!r}: give "checkpoint" or "drain"')
-        self._reducer.local_report.request(name)
+        self._reducer.local_report.requests.add(name)
 
     @property
     def drained(self) -> int | None:

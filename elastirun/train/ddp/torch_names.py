@@ -214,7 +214,7 @@ class TorchNames(Original):
     def join_hook(self, **kwargs: Any) -> JoinedRank:
         """Return the hook for ``torch.distributed.algorithms.join.Join``; ``divide_by_initial_world_size`` is True by default."""
         self._has_joined = True
-        self._reducer.local_report.read_first()
+        self._reducer.local_report.reads_first = True
         return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
 
     # -- hooks and optimizers -------------------------------------------------------------------------------------------

@@ -30,14 +30,14 @@ class WorldSwitch:
 
         The plan must not change until ``enter``: see ``hold_plan``. ``new``: train from now on the parameters that rank 0 trains.
         """
-        model, device = self._model, self._reducer.parts.planner.device
+        model, device = self._model, self.reducer.parts.planner.device
         with reduction_errors("preparing the next world"):
             described = model._describe(model._list_copied(), init_sync=False, trained=False)
             verify_same(described, "parameters, buffers and options", process_group, device)
-            needs = broadcast(list(map(int, self._reducer.parts.trained.needs)), process_group, device)
+            needs = broadcast(list(map(int, self.reducer.parts.trained.needs)), process_group, device)
             if new:
                 self._train(needs, process_group)
-            reducer = self._reducer  # the one of this moment: a forward makes another one where other parameters are trained
+            reducer = self.reducer  # the one of this moment: a forward makes another one where other parameters are trained
             digests = gather([digest(str([*map(int, reducer.parts.trained.needs)]))], process_group, device)
             if any(theirs != digests[0] for theirs in digests):
                 raise ReductionFailed(OTHERS_TRAINED)
@@ -48,8 +48,8 @@ class WorldSwitch:
         """Train the parameters that ``needs`` says, and freeze all others. ``group``: in place of this rank's, which may have ended."""
         for (_, param), needed in zip(self._model._named, needs, strict=True):
             param.requires_grad_(bool(needed))
-        self._reducer.find_frozen()
-        if self._reducer.parts.trained.differs:
+        self.reducer.find_frozen()
+        if self.reducer.parts.trained.differs:
             self._model._adapt(group)
 
     def enter(self, world: World) -> World:
@@ -59,7 +59,7 @@ class WorldSwitch:
         Raises ReductionFailed if other parameters are trained than when the world was prepared.
         """
         settle()
-        model, reducer, old = self._model, self._reducer, self._reducer.world
+        model, reducer, old = self._model, self.reducer, self.reducer.world
         if reducer.parts.trained.differs or not world.buckets.are_for(reducer.params):
             raise ReductionFailed(OTHERS_TRAINED)
         old.transport.close()
@@ -86,43 +86,34 @@ class WorldSwitch:
         ``model.failed`` is true then, and all backwards end without gradients until ``set_group``.
         """
         self._model._drops_failed_steps = True
-        self._reducer.drop_failed_steps()
+        self.reducer.drop_failed_steps()
 
     @property
     def completed(self) -> int:
         """Return the number of reductions since the last ``set_group`` whose gradients could be used."""
-        return self._reducer.completed
+        return self.reducer.completed
 
     def count_samples(self, counts: bool) -> None:
         """Let this rank's samples count from now on, or not, whatever ``set_samples`` says: not while it has a part of the state only."""
-        self._reducer.local_report.counts = counts
+        self.reducer.local_report.counts = counts
 
     def withdraw(self, name: str) -> None:
         """Take a request of this rank back that no reduction has carried yet."""
-        self._reducer.local_report.requests.discard(name)
+        self.reducer.local_report.requests.discard(name)
 
     @property
     def plans(self) -> bool:
         """Return whether the plan of the buckets will change in the next steps, as it is made from measured times. On every rank alike."""
-        return self._reducer.parts.planner.learning or self._reducer.world.buckets.outdated
+        return self.reducer.parts.planner.learning or self.reducer.world.buckets.outdated
 
     def hold_plan(self, hold: bool) -> None:
         """Keep the plan of the buckets, and compare no replicas, until the next call. Every rank calls it at the same point."""
-        self._reducer.parts.planner.held = hold
-
-    @property
-    def position(self) -> list[float]:
-        """Numbers that a new rank must know to reduce with the others from the next step on."""
-        return self._reducer.position
-
-    @position.setter
-    def position(self, position: Sequence[float]) -> None:
-        self._reducer.position = position
+        self.reducer.parts.planner.held = hold
 
     @property
     def steps_in_backward(self) -> bool:
         """Return whether an optimizer steps in the backward."""
-        return self._reducer.parts.extensions.optimizer_step is not None
+        return self.reducer.parts.extensions.optimizer_step is not None
 
     @property
     def hook_with_state(self) -> bool:
@@ -130,7 +121,7 @@ class WorldSwitch:
         return self._model._hook[1] is not None
 
     @property
-    def _reducer(self) -> Reducer:
+    def reducer(self) -> Reducer:
         return self._model._reducer
 
 

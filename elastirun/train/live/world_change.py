@@ -82,7 +82,7 @@ class WorldChange:
         live.wait_until_switched(world)
         self._switch()
         self._work = receiver = Receiver(state, 0, default, memory)
-        self.sharing, self._model_switch.position = int(receiver.more[0]), receiver.more[1:]
+        self.sharing, self._model_switch.reducer.position = int(receiver.more[0]), receiver.more[1:]
         receiver.go_on()
         self._say_if_done()
 
@@ -186,7 +186,7 @@ class WorldChange:
         self._model_switch.withdraw(SWITCH)
         if self._thread is not None and self._live.rank == 0:
             self._live.start(threading.Thread(target=self._say_switched, args=(self.world,), name="elastirun switched", daemon=True))
-            more = [self._live.size, *self._model_switch.position]
+            more = [self._live.size, *self._model_switch.reducer.position]
             new, group = self._new_in(self.world), following.process_group
             self._work = sender = Sender(self._state, new, group, more, self._seconds, left, *self._offered)
             sender.go_on()

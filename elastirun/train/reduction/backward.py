@@ -110,10 +110,6 @@ class ReduceSchedule:
         before, self.sync = self.sync, sync
         return before
 
-    def reduce_every(self, n: int) -> None:
-        """Reduce in each ``n``-th backward from now on."""
-        self.every, self.backwards = n, 0
-
     @property
     def always_reduces(self) -> bool:
         """Whether every backward reduces."""
@@ -128,10 +124,6 @@ class ReduceSchedule:
         reduces = self.will_reduce()
         self.backwards += 1
         return reduces
-
-    def take_back(self) -> None:
-        """Undo ``count`` for a backward that has accumulated nothing."""
-        self.backwards -= 1
 
     def keep_requests(self, old: ReduceSchedule) -> None:
         """Do what the user has asked of ``old``."""

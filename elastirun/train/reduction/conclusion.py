@@ -93,7 +93,7 @@ class Conclusion:
             surprised = self._learn(bool(agreement.late), world)
             every = self._parts.options.check_replicas_every
             held = self._parts.planner.held  # a new rank has no state yet
-            if every > 0 and self._parts.extensions.compares_replicas and not held:
+            if every > 0 and not self._parts.extensions.hooked and not held:
                 self._compare(agreement, world, now=agreement.step % every == 0)
         return surprised
 

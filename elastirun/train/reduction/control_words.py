@@ -39,7 +39,7 @@ class LocalReport:
     counts: bool = True  # else its gradients have no weight, whatever ``samples`` is
     backwards: float = 1.0  # its gradients are sums of this many means, and are divided by the number
     more: bool = False  # this rank has data for the reduction after this one
-    requests: set[str] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)  # of REQUESTS
     reads_first: bool = False  # this rank reads the words of each step before the gradients are used, and asks all ranks to do so
     status: int = 0  # FAILED, NOT_FINITE
     trained: int = 0  # a digest of which parameters are not frozen
@@ -50,22 +50,13 @@ class LocalReport:
         """Return the weight of this rank's gradients."""
         return self.samples if self.counts else 0.0
 
-    def read_first(self) -> None:
-        """Read the words of each step before its gradients are used, and ask all ranks to do so."""
-        self.reads_first = True
-
     def weigh(self, samples: float, backwards: float, work: float | None) -> None:
         """Let this rank's gradients, divided by ``backwards``, count as ``samples`` from now on. All ranks have to read the words first."""
-        self.samples, self.backwards, self.work = samples, backwards, work
-        self.read_first()
+        self.samples, self.backwards, self.work, self.reads_first = samples, backwards, work, True
 
     def announce_batch(self, samples: float, more: bool) -> None:
         """Report the weight of the next batch, and whether there is ``more`` after it."""
         self.samples, self.backwards, self.more, self.work = samples, 1.0, more, None
-
-    def request(self, name: str) -> None:
-        """Report a request, one of REQUESTS."""
-        self.requests.add(name)
 
     def take_requests(self) -> frozenset[str]:
         """Return the requests for the reduction that begins. A signal handler may add one while it is under way, for the next one."""

@@ -95,7 +95,7 @@ class Reducer:
         self.times = StepTimes()  # since the last reduction
         self.last: StepResult | None = None  # of the last reduction
         self.conclusion = Conclusion(self.parts)
-        self._unannounced = Unannounced()
+        self.unannounced = Unannounced()
         self._reduction: Reduction | None = None  # the one under way
         self._broken: ReductionFailed | None = None  # why the module cannot be used until set_group()
         self.completed = 0  # reductions whose gradients could be used
@@ -168,20 +168,16 @@ class Reducer:
 
     def expect(self, outputs: Sequence[Tensor]) -> bool:
         """Expect a backward from ``outputs``. Return False if none of them has a graph: the backward begins at any parameter."""
-        self._unannounced.announced = True
+        self.unannounced.announced = True
         return autograd_engine.before_backward(outputs, self)
 
     def promise(self) -> None:
         """Expect a gradient by a backward before the next forward outside of ``no_sync()``."""
-        self._unannounced.promise(self.schedule.sync)
-
-    def accept_gradients(self) -> None:
-        """Accept the gradients that have come without a backward so far: they are meant to stay local."""
-        self._unannounced.accept()
+        self.unannounced.promise(self.schedule.sync)
 
     def refuse_unreduced(self) -> None:
         """Raise OutsideForward if gradients have come without a backward: nothing has reduced them."""
-        if self.world.size > 1 and self._unannounced.without_backward(self.world.buckets.buckets, self.schedule.sync):
+        if self.world.size > 1 and self.unannounced.without_backward(self.world.buckets.buckets, self.schedule.sync):
             raise OutsideForward(
                 "gradients have come without a backward, as in pipeline schedules that compute those of "
                 "inputs and of weights apart (zero bubble), so they are not reduced: run the step within "
@@ -250,7 +246,7 @@ class Reducer:
     @position.setter
     def position(self, position: Sequence[float]) -> None:
         self.step, self.expected_samples = int(position[0]), position[1]
-        self.parts.extensions.count_as_compared()
+        self.parts.extensions.compared = True  # the other ranks have done so before this one came
         numbers = [int(number) for number in position[2:]]
         self.conclusion.position, self.parts.planner.position = numbers[:2], numbers[2:]
         self._install_hooks()
@@ -309,7 +305,7 @@ class Reducer:
     def _accumulate(self, reduction: Reduction) -> None:
         """Be certain that this backward accumulates gradients; ``autograd.grad`` does not."""
         reduction.accumulate()
-        self._unannounced.by_backward()
+        self.unannounced.by_backward()
 
     def gradient_ready(self, index: int) -> None:
         """Take note of the gradient of parameter ``index``, which the engine has accumulated. It runs for each watched parameter."""
@@ -325,7 +321,7 @@ class Reducer:
     def _first_gradient(self, index: int) -> Reduction | None:
         """Return the backward whose first gradient is that of parameter ``index``. None: a backward outside of the module's forward."""
         if self._reduction is None:
-            if not (self.parts.hooks.begins_anywhere or self._unannounced.announced or index in self.parts.hooks.unused):
+            if not (self.parts.hooks.begins_anywhere or self.unannounced.announced or index in self.parts.hooks.unused):
                 self._check_unannounced(index)
                 return None
             self.backward_starts()
@@ -340,12 +336,12 @@ class Reducer:
         Such a backward may be that of a penalty, which is the same on every rank. Twice in a row is a penalty after a step and one
         before the next.
         """
-        self._unannounced.accept()
+        self.unannounced.accept()
         elsewhere = any(one.parts.trained.holds(self.params[index]) for one in _in_task(autograd_engine.task()))
         grad = self.params[index].grad
         if not self.schedule.sync or elsewhere or grad is None:
             return
-        if self._unannounced.zeroed(index, grad) == 2:
+        if self.unannounced.zeroed(index, grad) == 2:
             raise OutsideForward(
                 f"for the third time a gradient of {self.parts.trained.names[index]} comes only from a backward that did not begin "
                 "at an output of the module's forward, so it is not reduced: call the wrapped module, not .module; or run the backward "
@@ -381,13 +377,13 @@ class Reducer:
             self._accumulate(reduction)
         phase = reduction.advance(trigger)
         if phase is EMPTY:
-            self.schedule.take_back()
+            self.schedule.backwards -= 1  # this one has accumulated nothing
         if phase is EMPTY or phase is DONE:
             self._reduction = None
             return
         if phase is DRAINING:
             self.local_report.status |= FAILED
-            reduction.drop_data()
+            reduction.samples = 0.0  # takes part without data
         self._finalize(reduction)
 
     def skip(self, zero_samples: float = 0.0) -> None:
@@ -429,7 +425,7 @@ class Reducer:
             self.times.exposed = time.perf_counter() - begun
             self.times = StepTimes()
             self.local_report.clear()
-            self._unannounced.clear()
+            self.unannounced.clear()
             reduction.finish()
             self._reduction = None
         if self._broken is not None:

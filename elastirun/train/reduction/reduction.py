@@ -129,7 +129,7 @@ class Reduction(Backward):
     ) -> None:
         super().__init__(reduces)
         self._parts, self._world, self._report, self._expected_samples = parts, world, report, expected_samples
-        self._samples, self._zero_samples = samples, zero_samples
+        self.samples, self._zero_samples = samples, zero_samples
         self._left = parts.hooks.expected.copy()  # by parameter: how often it is still expected to fire
         self._launched = 0  # buckets
         self._late: list[int] = []  # launched buckets that a gradient came too late for
@@ -160,7 +160,7 @@ class Reduction(Backward):
         portion.pending -= 1
         if portion.pending:
             return False
-        if self._samples:
+        if self.samples:
             with torch.no_grad():
                 portion.gather(self._scale(self._averages))
         bucket.pending -= 1
@@ -195,13 +195,13 @@ class Reduction(Backward):
 
     def _scale(self, mean: bool) -> float:
         """Return the factor of gradients before they are added up (``mean``: averaged) over the ranks."""
-        return self._samples * (self._world.size if mean else 1) / (self._expected_samples * self._report.backwards)
+        return self.samples * (self._world.size if mean else 1) / (self._expected_samples * self._report.backwards)
 
     def _write_words(self) -> None:
         """Write the control words, when all gradients are gathered."""
         hooks, options, params = self._parts.hooks, self._parts.options, self._parts.trained.params
         sparse = [params[index].grad for index in self._parts.planner.sparse]
-        if options.check_finite and self._samples:
+        if options.check_finite and self.samples:
             values = [grad.coalesce().values() if grad.is_sparse else grad for grad in sparse if grad is not None]
             if not all(torch.isfinite(value).all() for value in values):
                 self._report.status |= NOT_FINITE
@@ -209,19 +209,15 @@ class Reduction(Backward):
         if hooks.all_watched and options.mean_over_users:
             lacking = set(range(len(params))) - hooks.seen
         lacking.update(index for index, grad in zip(self._parts.planner.sparse, sparse, strict=True) if grad is None)
-        self._lacked = lacking if self._samples else set()
+        self._lacked = lacking if self.samples else set()
         seconds, zeros = self._times.busy, self._zero_samples
-        self._world.buckets.write_words(self._report, self._samples, zeros, seconds, self._late, sorted(lacking))
+        self._world.buckets.write_words(self._report, self.samples, zeros, seconds, self._late, sorted(lacking))
 
     # -- at its end -------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Note that the engine is done."""
         self._times.backward += time.perf_counter() - self._begun
-
-    def drop_data(self) -> None:
-        """Take part without data from now on."""
-        self._samples = 0.0
 
     def reduce(self, step: int, defers: bool, confirms: bool) -> tuple[StepResult, ReductionOutcome]:
         """Launch what is not launched yet; return what is known when the words of ``step`` have come.

@@ -24,11 +24,11 @@ class Extensions:
         self._hook: tuple[Hook, Any] | None = None  # and its state
         self.optimizer_step: OptimizerStep | None = None
         self._device = device
-        self._compared = False  # with the other ranks', before the first reduction
+        self.compared = False  # with the other ranks', before the first reduction
 
     @property
     def hooked(self) -> bool:
-        """Whether there is a communication hook."""
+        """Whether there is a communication hook, which may let replicas differ on purpose, or for a while."""
         return self._hook is not None
 
     def set_hook(self, hook: Hook | None, state: Any) -> None:
@@ -36,11 +36,7 @@ class Extensions:
 
     def continue_from(self, old: Extensions) -> None:
         """Be as far as ``old``, whose place this one takes."""
-        self._compared = old._compared
-
-    def count_as_compared(self) -> None:
-        """Compare nothing: the other ranks have done so before this one came."""
-        self._compared = True
+        self.compared = old.compared
 
     @property
     def words_apart(self) -> bool:
@@ -57,11 +53,6 @@ class Extensions:
         """
         return self._hook is not None and self._device.type == "cpu"
 
-    @property
-    def compares_replicas(self) -> bool:
-        """Whether replicas have to be the same. A hook may let them differ on purpose, or for a while."""
-        return self._hook is None
-
     def reduce(self, index: int, bucket: Bucket, last: bool) -> HookWork:
         """Let the hook reduce ``bucket``. A hook divides by the number of ranks itself, so the result is the mean."""
         assert self._hook is not None
@@ -72,11 +63,11 @@ class Extensions:
     def verify_same(self, group: dist.ProcessGroup) -> None:
         """Raise ModelMismatch, on every rank alike, unless all have a communication hook or none, and all step in the backward or none:
         it decides what travels where. Once, before the first reduction: who registers one later has to do so on every rank."""
-        if not self._compared:
+        if not self.compared:
             lines = [
                 f"{'no' if self._hook is None else 'a'} communication hook",
                 f"{'no' if self.optimizer_step is None else 'an'} optimizer that steps in the backward",
             ]
             with reduction_errors("comparing hooks and optimizers"):
                 verify_same(lines, "extensions", group, self._device)
-            self._compared = True
+            self.compared = True

@@ -113,7 +113,7 @@ class SharedMemory:
         self._ended = select.poll()
         _close_all(self._processes)
         for arena in self._arenas:
-            arena.drop_pending()
+            arena.pending = []  # these will not end; they lead to the arena, so buckets and groups would stay for the garbage collector
         between, self.between = self.between, []
         if between:  # closes the connections, which the other leaders notice; it may wait until the deadline of a sum under way
             threading.Thread(target=between.clear, daemon=True).start()
@@ -191,7 +191,7 @@ class SharedArena:
         self.transport, self._mine = transport, transport.ranks.index(transport.rank)
         self._rounds = [0] * len(storages)  # by bucket: collectives begun
         self._handed_on = 0  # sums that this leader has begun with the other leaders
-        self._pending: list[SharedWork] = []
+        self.pending: list[SharedWork] = []
         lengths = (8 * len(storages) + 1, *(storage.numel * storage.dtype.itemsize for storage in storages))
         *offsets, size = itertools.accumulate(-(-length // PAGESIZE) * PAGESIZE for length in lengths)
         maps = transport.share(size)
@@ -215,7 +215,7 @@ class SharedArena:
     def _begin(self, index: int, collective: Callable[[int, int, list[Tensor]], Iterator[bool]], buffers: list[Tensor]) -> SharedWork:
         self._rounds[index] += 1
         steps = collective(index, 3 * self._rounds[index], buffers)
-        self._pending.append(work := SharedWork(self, index, steps))
+        self.pending.append(work := SharedWork(self, index, steps))
         self.push()
         return work
 
@@ -227,16 +227,12 @@ class SharedArena:
     def push(self) -> None:
         """Continue all pending collectives, as far as the other ranks are."""
         try:
-            for work in self._pending:
+            for work in self.pending:
                 work.over = next(work.steps, False)
         except ReductionFailed:  # between the hosts
             self.transport.close()
             raise
-        self._pending = [work for work in self._pending if not work.over]
-
-    def drop_pending(self) -> None:
-        """Let go of collectives that will not end. They lead to the arena, so buckets and groups would stay for the garbage collector."""
-        self._pending = []
+        self.pending = [work for work in self.pending if not work.over]
 
     def _gather(self, index: int, word: int, buffers: list[Tensor]) -> Iterator[bool]:
         """Copy the other ranks' parts step by step; yield whether that is over."""
