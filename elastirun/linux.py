@@ -94,3 +94,18 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     except OSError:
         return -1, -1
     return pid, uid
+
+
+def recv_fds(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int], int]:
+    """Return what has come, at most ``most`` descriptors that came along, and the flags. Programs that are executed do not have them.
+
+    ``socket.recv_fds`` of Python 3.11 does not pass its flags on, so a program that is executed meanwhile would get copies.
+    """
+    import array
+
+    fds = array.array("i")
+    data, ancillary, flags, _ = sock.recvmsg(size, socket.CMSG_LEN(most * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, fds.tolist(), flags

@@ -135,7 +135,10 @@ class _Node:
             with net.listen_on(access.node_address.number, config.port_range) as free:
                 meet = free.getsockname()[1] if self._probe is not None else 0
         arrival = self.arrival(access.node_address.number, ports, meet, store.hosting)
-        self._mark_folders()
+        for path in (facts.mark(folder.path, self.id) for folder in self._facts.folders):
+            with suppress(OSError):
+                path.touch()
+                self._stack.callback(path.unlink, missing_ok=True)
         meeting = CheckMeeting(store, access.key_prefix, Codec(config.token), arrival, time.sleep)
         roster, arrivals = meeting.assemble(config.min_nodes, config.max_nodes, asked.limit, config.timing.last_call)
         hosted = any(one.hosting for one in arrivals.values())
@@ -206,13 +209,6 @@ class _Node:
         if not found:
             raise StoreError("this node could not measure the ways to the others in time; a shared folder or a name server may hang")
         return found[0]
-
-    def _mark_folders(self) -> None:
-        for folder in self._facts.folders:
-            path = facts.mark(folder.path, self.id)
-            with suppress(OSError):
-                path.touch()
-                self._stack.callback(path.unlink, missing_ok=True)
 
     def _unseen(self, peers: Sequence[Arrival]) -> tuple[Unseen, ...]:
         paths = [folder.path for folder in self._facts.folders if not folder.error]

@@ -63,11 +63,10 @@ class Process:
         """Send ``signum`` to the worker, not to its children. False when the worker has ended, or may not be signalled."""
         if self.ended:
             return False
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             linux.pidfd_send_signal(self._pidfd, signum)
-        except (ProcessLookupError, PermissionError):
-            return False
-        return True
+            return True
+        return False
 
     def kill_group(self) -> None:
         """Send SIGKILL to the worker's process group. Does nothing once the worker is reaped."""
@@ -77,7 +76,7 @@ class Process:
 
     def kill_and_reap(self, timeout: float) -> None:
         """Kill the worker and wait for its end; ``on_exit`` is not called. ``timeout``, seconds, is for a process stuck in the kernel."""
-        self._on_exit = _ignore
+        self._on_exit = lambda process, code: None
         self.kill_group()
         if ready([self._pidfd], timeout):
             self._ready()
@@ -115,7 +114,3 @@ class Process:
             return
         self._selector.unregister(self._pidfd)
         self._on_exit(self, code)
-
-
-def _ignore(process: Process, code: int) -> None:
-    pass

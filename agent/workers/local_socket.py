@@ -141,7 +141,7 @@ class LocalSocket(Part):
     def _receive(self, client: LocalClient) -> bytes:
         """Return what has come. Keep the first descriptor that came along; the kernel closes those beyond the room for one."""
         # Close-on-exec from the first moment, so that no worker that is started meanwhile gets a copy.
-        data, fds, flags, _ = socket.recv_fds(client.connection, MAX_LINE + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags = linux.recv_fds(client.connection, MAX_LINE + 1, 1)
         client.lost_fds = client.lost_fds or bool(flags & socket.MSG_CTRUNC)
         for fd in fds:
             if client.fd is None:

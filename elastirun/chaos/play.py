@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,15 +59,8 @@ class Play:
         ``whole``: wait also until the other nodes here are in the round again, but not longer than for a step.
         """
         stamp, limit = 0, 0.0
-        while True:
-            agents, now = self.look(), time.monotonic()
-            if self.last is not None:
-                self.last.look(agents)
-                self._amend(lost=self.last.step.lost if self.last.step else None)
-            latest, ended = watch.last_stamp(agents), [child.returncode or 0 for child in self.started]
-            if failed := [code for code in ended if code > 0 and code != ExitCode.signalled(signal.SIGTERM)]:
-                self._amend(trouble=f"an agent that was started again has ended with exit code {failed[-1]}")
-                return ()
+        for agents, now in self._looks():
+            latest = watch.last_stamp(agents)
             if now >= until and not limit:
                 stamp, limit = latest, now + self.terms.limit
             elif limit and latest > stamp and all_train(agents) and not (whole and missing(agents) and now < limit):
@@ -75,10 +68,24 @@ class Play:
             elif limit and now > limit:
                 trouble = f"no further step within {self.terms.limit:g} s ({states(agents)})"
                 self.stopped = "" if self._amend(trouble=trouble) else trouble
-                return ()
+                break
+        return ()
+
+    def _looks(self) -> Iterator[tuple[tuple[RunningAgent, ...], float]]:
+        """Yield the agents and the time of each look while the job goes on. Then ``stopped`` or an outcome says why it does not."""
+        while True:
+            agents, now = self.look(), time.monotonic()
+            if self.last is not None:
+                self.last.look(agents)
+                self._amend(lost=self.last.step.lost if self.last.step else None)
+            ended = [child.returncode or 0 for child in self.started]
+            if failed := [code for code in ended if code > 0 and code != ExitCode.signalled(signal.SIGTERM)]:
+                self._amend(trouble=f"an agent that was started again has ended with exit code {failed[-1]}")
+                return
+            yield agents, now
             if not self._any_lives():
                 self.stopped = f"the job has ended at {clock()}"
-                return ()
+                return
             time.sleep(self.last.pause if self.last else PAUSE)
 
     def _amend(self, **changes: Any) -> bool:

@@ -103,21 +103,24 @@ class Recovery:
     def judge(self, agents: Sequence[RunningAgent], any_lives: bool) -> FaultOutcome | None:
         """Return the outcome by how the ``agents`` are now; None: it is not known yet. ``any_lives``: an agent that was seen still runs."""
         self.look(agents)
+        step, trouble = self.step, self._trouble(agents, any_lives)
+        if trouble is None:
+            return None
+        return replace(self.outcome, seconds=step.seconds if step else None, lost=step.lost if step else None, trouble=trouble)
+
+    def _trouble(self, agents: Sequence[RunningAgent], any_lives: bool) -> str | None:
+        """Return what is wrong; empty: nothing, the job goes on; None: it is not known yet."""
         comes_back = self.frozen is None and self.victim.pid == self.victim.agent.process.pid and self.terms.comes_back
-        step = self.step
         others = [agent for agent in agents if agent.process.pid != self.victim.pid]
-        back = not comes_back or len(others) >= len(self.before)
-        outcome = replace(self.outcome, seconds=step.seconds if step else None, lost=step.lost if step else None)
-        if step and back:
-            late = step.seconds > self.terms.limit + ((self.terms.restart or 0.0) if self.child else 0.0)
-            return replace(outcome, trouble=f"the next step came later than {self.terms.limit:g} s") if late else outcome
+        if self.step and (not comes_back or len(others) >= len(self.before)):
+            late = self.step.seconds > self.terms.limit + ((self.terms.restart or 0.0) if self.child else 0.0)
+            return f"the next step came later than {self.terms.limit:g} s" if late else ""
         if self.child is not None and self.child.returncode is not None:
-            return replace(outcome, trouble=f"the agent that was started again has ended with exit code {self.child.returncode}")
+            return f"the agent that was started again has ended with exit code {self.child.returncode}"
         if not comes_back and not any_lives:
-            return replace(outcome, trouble="the job has ended")
+            return "the job has ended"
         if time.monotonic() > self._deadline:
-            what = "the agent has not come back" if step else "no step"
-            return replace(outcome, trouble=f"{what} within {self.terms.limit:g} s ({states(agents)})")
+            return f"{'the agent has not come back' if self.step else 'no step'} within {self.terms.limit:g} s ({states(agents)})"
         return None
 
 

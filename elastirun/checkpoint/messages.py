@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastirun import linux
 from elastirun.checkpoint.record import MAX_BYTES, parse
 from elastirun.errors import CheckpointError
 
@@ -32,7 +33,7 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """
     fds: list[int] = []
     try:
-        start, came, flags, _ = socket.recv_fds(sock, _LENGTH, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        start, came, flags = linux.recv_fds(sock, _LENGTH, MAX_FDS)
         fds += came
         if flags & socket.MSG_CTRUNC:
             raise CheckpointError(f"a message came with more than {MAX_FDS} descriptors, or this process can have no more of them")

@@ -6,6 +6,8 @@ import os
 import socket
 import time
 
+from elastirun import linux
+
 VARIABLE = "ELASTIRUN_SOCKET"  # set by the agent: the path of its socket
 MAX_ANSWER = 1 << 20  # bytes
 PAUSE = 0.005  # seconds until the next try while more processes than the kernel lets wait are asking
@@ -45,7 +47,7 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[str, int | Non
     try:
         while len(received) < MAX_ANSWER and not received.endswith(b"\n"):
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            data, came, _, _ = socket.recv_fds(connection, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+            data, came, _ = linux.recv_fds(connection, 65536, 1)
             fds += came
             if not data:
                 break

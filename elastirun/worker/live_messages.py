@@ -109,8 +109,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_environment(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_variable(name, text) for name, text in value.items())
-
-
-def _is_variable(name: str, text: Any) -> bool:
-    return name.isidentifier() and isinstance(text, str) and "\0" not in text
+    return isinstance(value, dict) and all(
+        name.isidentifier() and isinstance(text, str) and "\0" not in text for name, text in value.items()
+    )

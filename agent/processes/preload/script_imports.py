@@ -197,12 +197,10 @@ class Files:
     def read(self, path: str) -> bytes:
         """Return the file; nothing if it cannot be read, is too large, or is one too many."""
         self._left -= 1
-        try:
+        with suppress(OSError):
             if self._left >= 0 and os.path.isfile(path) and os.path.getsize(path) <= TEXT_LIMIT:
                 with open(path, "rb") as file:
                     return file.read()
-        except OSError:
-            pass
         return b""
 
     def imported(self, step: Import) -> Local | None:
@@ -249,13 +247,10 @@ def distributions() -> dict[str, str]:
     """Return the file METADATA of each installed package, by its name. Reads folders only; importlib.metadata takes 40 ms to import."""
     found: dict[str, str] = {}
     for folder in sys.path:
-        try:
-            entries = os.listdir(folder or ".")
-        except OSError:
-            continue
-        for entry in entries:
-            if entry.endswith(".dist-info"):
-                found.setdefault(_normal(entry.partition("-")[0]), os.path.join(folder, entry, "METADATA"))
+        with suppress(OSError):
+            for entry in os.listdir(folder or "."):
+                if entry.endswith(".dist-info"):
+                    found.setdefault(_normal(entry.partition("-")[0]), os.path.join(folder, entry, "METADATA"))
     return found
 
 

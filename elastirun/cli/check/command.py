@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elastirun import standard_streams
+from elastirun.agent.check import table
+from elastirun.agent.check.records import Result
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
 from elastirun.cli import command_line
@@ -62,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     shared = _folders(given.pop("shared")) if "shared" in given else ()
     if (torch := given.pop("torch", "on")) not in ("on", "off"):
         raise UsageError(f"--torch: {quote(torch)} is neither on nor off")
-    as_json, before_job = "json" in given, "check" in given  # by PET_CHECK alone nobody asks for a job here
-    given.pop("json", None)
+    as_json = given.pop("json", None) is not None
+    before_job = "check" in given  # by PET_CHECK alone nobody asks for a job here
     options = GivenOptions(given, dict(os.environ))
     facts = MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4()), this_host, lambda command: Preload())
     config = replace(resolve(options, script or ["-"], facts), token=read_token(options))
@@ -71,23 +73,26 @@ def main(argv: Sequence[str]) -> int:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process dies with the launcher
     for warning in () if before_job else options.warnings:
         _say(f"warning: {warning}")
-    from elastirun.agent.check import run, table  # slow imports
+    from elastirun.agent.check import run  # slow imports
 
     limit = config.timing.join_timeout if before_job or options.is_given("join_timeout") else LIMIT
-    asked = run.Asked(shared, limit, torch == "on", before_job)
-    checked = run.check(config, asked, _say)
-    written = 0
-    if as_json:
-        written = show(table.json_of(config.run_id, checked.result, checked.seconds))
-    elif before_job:
-        for line in [*table.finding_lines(checked.result.findings), table.summary(checked.result, checked.seconds)]:
-            _say(line)
-    else:
-        written = show(table.text_of(checked.result, checked.seconds))
+    checked = run.check(config, run.Asked(shared, limit, torch == "on", before_job), _say)
+    written = _report(checked.result, checked.seconds, config.run_id, as_json, before_job)
     if checked.code == ExitCode.SICK:
         _say(f"{checked.name} should not take part")
     standard_streams.flush()
     os._exit(checked.code or written)  # a normal exit would wait for, or abort on, threads that are still inside torch's store
+
+
+def _report(result: Result, seconds: float, job: str, as_json: bool, before_job: bool) -> int:
+    """Print the result. Return the exit code if it could not be written, else 0."""
+    if as_json:
+        return show(table.json_of(job, result, seconds))
+    if not before_job:
+        return show(table.text_of(result, seconds))
+    for line in [*table.finding_lines(result.findings), table.summary(result, seconds)]:
+        _say(line)
+    return 0
 
 
 def _folders(text: str) -> tuple[str, ...]:

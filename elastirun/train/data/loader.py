@@ -185,13 +185,8 @@ class ElasticDataLoader:
         A new worker of a live job is in a world of its own until the others take it in.
         """
         balance = self.balance
-        if balance and (isinstance(ddp, DeterministicShards) or ddp._reducer.parts.planner.device.type != "cpu"):
-            raise WrongUse(
-                "balance=True needs a DistributedDataParallel of elastirun on CPUs: the times of a GPU are not measured, and "
-                "DeterministicShards has shards of a fixed size"
-            )
-        if balance and self.world_size != (dist.get_world_size() if dist.is_initialized() else 1):
-            raise WrongUse("balance=True needs a replica on each rank: ranks that share one would decide about its samples apart")
+        if balance:
+            self._verify_balanced(ddp)
         if isinstance(ddp, DeterministicShards):
             self._begin_exact(ddp)
         else:
@@ -214,6 +209,16 @@ class ElasticDataLoader:
                 with reduction_errors("the exchange of the ranks' speeds"):
                     told = gather(balance.told, ddp.process_group, torch.device("cpu"))
                 balance.decide(told, self.global_batch_size)
+
+    def _verify_balanced(self, ddp: DistributedDataParallel | DeterministicShards) -> None:
+        """Raise WrongUse unless the ranks' shares can be balanced in steps with ``ddp``."""
+        if isinstance(ddp, DeterministicShards) or ddp._reducer.parts.planner.device.type != "cpu":
+            raise WrongUse(
+                "balance=True needs a DistributedDataParallel of elastirun on CPUs: the times of a GPU are not measured, and "
+                "DeterministicShards has shards of a fixed size"
+            )
+        if self.world_size != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise WrongUse("balance=True needs a replica on each rank: ranks that share one would decide about its samples apart")
 
     def _begin_exact(self, exact: DeterministicShards) -> None:
         """Begin steps of ``exact``. Raises TrainError if the steps before had other bits."""

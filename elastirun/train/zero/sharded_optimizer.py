@@ -79,14 +79,11 @@ class ShardedOptimizer(Optimizer):
         super().__init__(whole.param_groups, whole.defaults)
         _verify(self._all_params(), ddp)
         self._share_out()
-        groups = [{**group, "params": self._own_views(group["params"])} for group in self.param_groups]
-        self._within = kind(groups, **options)
+        own = [[self._views[param] for param in group["params"] if param in self._views] for group in self.param_groups]
+        self._within = kind([{**group, "params": views} for group, views in zip(self.param_groups, own, strict=True)], **options)
 
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _own_views(self, params: Iterable[Tensor]) -> list[Tensor]:
-        return [self._views[param] for param in params if param in self._views]
 
     def _share_out(self) -> None:
         """Decide which rank has which rows, and prepare the exchange. Every rank does it at the same point."""
