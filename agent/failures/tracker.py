@@ -17,6 +17,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from elastirun import clock
@@ -250,9 +251,8 @@ def has_no_reader(fd: int) -> bool:
 
 def full_disk(folder: str) -> str:
     """Return a note that the file system of ``folder`` is full, which may hide why a worker failed; empty when it is not full."""
-    try:
+    with suppress(OSError):
         found = os.statvfs(folder)
-    except OSError:
-        return ""
-    resource = "space" if found.f_blocks and not found.f_bavail else "inode" if found.f_files and not found.f_favail else ""
-    return f"the file system of its logs has no {resource} left ({folder})" if resource else ""
+        if resource := "space" if found.f_blocks and not found.f_bavail else "inode" if found.f_files and not found.f_favail else "":
+            return f"the file system of its logs has no {resource} left ({folder})"
+    return ""

@@ -84,8 +84,7 @@ def _quota_in(folder: str, read: ReadFile) -> float | None:
             quota, period = read(f"{folder}/cpu.cfs_quota_us"), read(f"{folder}/cpu.cfs_period_us")
         except OSError:
             return None
-    try:
+    with suppress(ValueError):  # the word "max": there is no limit
         limit, length = int(quota), int(period)
-    except ValueError:  # the word "max": there is no limit
-        return None
-    return limit / length if limit > 0 and length > 0 else None
+        return limit / length if limit > 0 and length > 0 else None
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from elastirun.agent.host.cpus import ReadFile, own_groups, read_file
 
 UNLIMITED = 1 << 60  # bytes; cgroup version 1 writes "no limit" as a number near 2^63
@@ -37,8 +39,7 @@ def limit_and(names: tuple[str, str], folder: str, read: ReadFile) -> tuple[int,
 
 def fields(path: str, read: ReadFile) -> dict[str, int]:
     """Return the numbers of a file with lines like ``name 1`` or ``name: 1 kB``; empty when the file cannot be read."""
-    try:
+    with suppress(OSError):
         lines = [line.split() for line in read(path).splitlines()]
-    except OSError:
-        return {}
-    return {line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+        return {line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+    return {}

@@ -246,14 +246,11 @@ def is_number(host: str) -> bool:
 
 def _hosts_names(hosts: Path, ours: set[str]) -> Iterator[str]:
     """Yield the names in those lines of a hosts file that contain one of our names or addresses."""
-    try:
-        text = hosts.read_text(errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        words = line.split("#")[0].split()
-        if ours.intersection(words):
-            yield from words[1:]
+    with suppress(OSError):
+        for line in hosts.read_text(errors="replace").splitlines():
+            words = line.split("#")[0].split()
+            if ours.intersection(words):
+                yield from words[1:]
 
 
 # --- own addresses and interfaces

@@ -31,11 +31,8 @@ def members(group: str) -> list[int]:
     """Return the pids of the processes in the group and in the groups below it, as this pid namespace numbers them."""
     found: list[int] = []
     for folder, _, _ in os.walk(group):
-        try:
-            with open(f"{folder}/cgroup.procs", "rb") as file:
-                found += [int(pid) for pid in file.read().split() if int(pid)]
-        except OSError:  # the group was removed, or has threads only
-            pass
+        with suppress(OSError), open(f"{folder}/cgroup.procs", "rb") as file:  # else the group was removed, or has threads only
+            found += [int(pid) for pid in file.read().split() if int(pid)]
     return found
 
 

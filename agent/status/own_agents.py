@@ -76,8 +76,7 @@ def _listed(table: Path = Path("/proc/net/unix")) -> list[str]:
 
 def _is_ours(path: str) -> bool:
     """Return whether nobody but this user can have made the socket: another's would send us to a store of its choice."""
-    try:
+    with suppress(OSError, ValueError):
         found = os.stat(os.path.dirname(path))
-    except (OSError, ValueError):
-        return False
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return False

@@ -130,11 +130,9 @@ def _pages(agent: int) -> dict[int, Page]:
     folder = f"/proc/{agent}/fd"
     for name in os.listdir(folder):
         path = f"{folder}/{name}"
-        try:
+        with suppress(OSError):  # closed meanwhile: a round has ended
             if os.readlink(path).startswith(PAGE):
                 with open(path, "rb") as file:
                     page, inode = Page.parse(file.read(HEADER)), os.fstat(file.fileno()).st_ino
                 found |= {} if page is None else {inode: page}
-        except OSError:  # closed meanwhile: a round has ended
-            continue
     return found

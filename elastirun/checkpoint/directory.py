@@ -97,11 +97,10 @@ class Directory:
 
     def exists(self) -> bool:
         """Return whether there is a directory."""
-        try:
+        with suppress(FileNotFoundError):
             next(iter(self.backend.checkpoints()), None)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def file(self, found: Published, name: str) -> str:
         """Return the path or URL of one file of a checkpoint."""

@@ -12,6 +12,7 @@ import math
 import re
 import signal
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -255,11 +256,10 @@ def etcd_endpoints(text: str) -> tuple[bool | None, tuple[Endpoint, ...]]:
 
 
 def _is_ipv6(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return text.isprintable()  # IPv6Address accepts any characters in the scope id behind a %
+        return text.isprintable()  # IPv6Address accepts any characters in the scope id behind a %
+    return False
 
 
 def std_map(text: str) -> StdMap:

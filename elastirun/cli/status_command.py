@@ -91,11 +91,10 @@ def read_words(name: str, words: Sequence[str], own: Sequence[click.Parameter]) 
 
 
 def _is_number(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         float(text)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def target_of(options: GivenOptions) -> Target:

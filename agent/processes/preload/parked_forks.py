@@ -263,14 +263,12 @@ class ParkedForks(Part):
 
     def _park(self) -> None:
         assert self._server is not None
-        try:
+        with suppress(OSError):  # it has ended, or does not read: workers are executed for want of forks
             while len(self._parked) < self._count:
                 ours, theirs = socket.socketpair()
                 with theirs:
                     self._parked.append(ours)
                     socket.send_fds(self._server.control, [b"\n"], [theirs.fileno()])
-        except OSError:  # it has ended, or does not read: workers are executed for want of forks
-            pass
 
     def _serves(self, spec: WorkerSpec) -> bool:
         """Return whether a fork of the server would be as the worker that is executed."""

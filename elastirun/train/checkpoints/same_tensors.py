@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -80,10 +81,9 @@ def part_samples(flat: Flat) -> dict[str, list[float]]:
 def _sample(tensor: Tensor) -> list[float]:
     plain = tensor.detach()
     elements = (torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain).reshape(-1)
-    try:
-        found: list[float] = elements[:: max(1, elements.numel() // SAMPLE)][:SAMPLE].to(torch.float64).tolist()
-    except (RuntimeError, NotImplementedError):  # packed bits, of which torch makes no numbers
-        return []
+    found: list[float] = []
+    with suppress(RuntimeError, NotImplementedError):  # packed bits, of which torch makes no numbers
+        found = elements[:: max(1, elements.numel() // SAMPLE)][:SAMPLE].to(torch.float64).tolist()
     return found
 
 

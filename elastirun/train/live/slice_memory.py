@@ -13,6 +13,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from mmap import MAP_SHARED, PAGESIZE, mmap
 
 import torch
@@ -57,16 +58,15 @@ class SliceMemory:
     def opened(cls, address: str) -> SliceMemory | None:
         """Return the memory that another process of this host has at ``address``; None if it cannot be had here."""
         memory = cls.__new__(cls)
-        try:
+        with suppress(OSError, ValueError):
             pid, descriptor, size, token = address.split()
             path = f"/proc/{int(pid)}/fd/{int(descriptor)}"
             if NAME not in os.readlink(path):  # that of a process of another host, whose file might be anything
                 return None
             with linux.Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC)) as file:
                 memory._map(mmap(file, int(size), flags=MAP_SHARED))
-        except (OSError, ValueError):
-            return None
-        return memory if bytes(memory._head[16 : 16 + TOKEN]).hex() == token else None
+            return memory if bytes(memory._head[16 : 16 + TOKEN]).hex() == token else None
+        return None
 
     def _map(self, memory: mmap) -> None:
         self._head = memoryview(memory)[:PAGESIZE]

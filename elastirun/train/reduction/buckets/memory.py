@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +49,10 @@ class Portion:
 
         Return False if that is impossible.
         """
-        try:
+        with suppress(TypeError, RuntimeError):  # one is missing, or sparse
             torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
-        except (TypeError, RuntimeError):  # one is missing, or sparse
-            return False
-        return True
+            return True
+        return False
 
     def _copy_each(self, grads: Sequence[Tensor | None], scale: float) -> None:
         for at, (grad, view) in enumerate(zip(grads, self.views, strict=True), self.first):
