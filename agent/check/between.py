@@ -182,5 +182,5 @@ def _errors(links: Sequence[Link]) -> dict[str, str]:
     return {peer: "; ".join(errors) for peer, errors in lines.items()}
 
 
-def _some(texts: Sequence[str], between: str = ", ") -> str:
-    return between.join(texts[:MOST_SHOWN]) + (f" and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else "")
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:MOST_SHOWN]) + (f" and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else "")

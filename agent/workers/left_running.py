@@ -12,7 +12,7 @@ import selectors
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from elastirun import clock, linux
@@ -30,6 +30,7 @@ class _Watched:
     sent: int = 0  # the last signal that was sent to it
 
 
+@dataclass(eq=False)
 class LeftRunning:
     """The processes that ended workers have left running.
 
@@ -40,17 +41,13 @@ class LeftRunning:
     when a watched process has ended, ``on_reaped`` when an ended worker was reaped.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        owns: Callable[[int], bool],
-        on_change: Callable[[], None],
-        on_reaped: Callable[[int], None],
-    ) -> None:
-        self._selector, self._owns, self._on_change, self._on_reaped = selector, owns, on_change, on_reaped
-        self._workers: dict[int, Process] = {}  # by pid: workers that have ended and are not reaped
-        self._watched: dict[int, _Watched] = {}  # by pid
-        self._signum: int | None = None  # the signal for every watched process, also for those found later
+    _selector: selectors.BaseSelector
+    _owns: Callable[[int], bool]
+    _on_change: Callable[[], None]
+    _on_reaped: Callable[[int], None]
+    _workers: dict[int, Process] = field(default_factory=dict)  # by pid: workers that have ended and are not reaped
+    _watched: dict[int, _Watched] = field(default_factory=dict)  # by pid
+    _signum: int | None = None  # the signal for every watched process, also for those found later
 
     def __len__(self) -> int:
         return len(self._watched)

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         seconds = None if every is None else parse.seconds(0.1)(every)
     except ValueError as error:
         raise UsageError(f"--watch: {error}") from None
-    target = target_of(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
+    target = target_of(given)
     with closing(StatusReader(target)) as reader:
         if seconds is None:
             return _show(reader.look(), target, as_json)
@@ -97,8 +97,9 @@ def _is_number(text: str) -> bool:
     return False
 
 
-def target_of(options: GivenOptions) -> Target:
-    """Return where to look, by the rules of a launch. Errors: ``UsageError``."""
+def target_of(given: Mapping[str, str]) -> Target:
+    """Return where to look by what ``read_words`` has read, and by the rules of a launch. Errors: ``UsageError``."""
+    options = GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ)
     backend = options.read("rdzv_backend", parse.choice("c10d", "static", "etcd", "etcd-v2"))
     conf = options.read("rdzv_conf", parse.rdzv_conf)
     etcd: Etcd | None = None
@@ -122,9 +123,7 @@ def find_one(found: Found, target: Target) -> JobStatus:
         raise UsageError(f"there are {len(running)} jobs: {', '.join(parse.quote(job.job) for job in running[:4])}; name one of them")
     if running:
         return running[0]
-    if found.unreadable:
-        raise StartError("; ".join(found.unreadable))
-    raise NothingFound(_no_job(found, target))
+    raise _none(found, target)
 
 
 def _show(found: Found, target: Target, as_json: bool) -> int:
@@ -133,9 +132,7 @@ def _show(found: Found, target: Target, as_json: bool) -> int:
         written = show(_text(found, as_json) + ("" if as_json or target.names else _kept_warm()))
         if written != ExitCode.OK or found.jobs:
             return written
-    if found.unreadable:
-        raise StartError("; ".join(found.unreadable))
-    raise NothingFound(_no_job(found, target))
+    raise _none(found, target)
 
 
 def _show_again(found: Found, target: Target, as_json: bool, every: float) -> int:
@@ -165,6 +162,10 @@ def _kept_warm() -> str:
     with suppress(OSError, keep_warm.NotWarm):
         return "".join(f"\nkept warm: {line(server)}; elastirun warm stop ends it" for server in keep_warm.servers())
     return ""
+
+
+def _none(found: Found, target: Target) -> StartError | NothingFound:
+    return StartError("; ".join(found.unreadable)) if found.unreadable else NothingFound(_no_job(found, target))
 
 
 def _no_job(found: Found, target: Target) -> str:

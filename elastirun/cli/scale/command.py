@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -11,9 +10,8 @@ import click
 from elastirun import standard_streams
 from elastirun.agent.status.job_status import JobStatus
 from elastirun.agent.status.reader import StatusReader
-from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.parse import quote
-from elastirun.cli.status_command import SAME_AS_LAUNCH, find_one, options_of_job, read_words, target_of
+from elastirun.cli.status_command import find_one, options_of_job, read_words, target_of
 from elastirun.cli.subcommands import show
 from elastirun.errors import StartError, StoreError, UsageError
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("the number of nodes is missing; give one from 1 on, or max for as many as --nnodes allows")
     if count != MAX and not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) and len(count) <= 9):
         raise UsageError(f"{quote(count)} is no number of nodes; give one from 1 on, or max for as many as --nnodes allows")
-    target = target_of(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
+    target = target_of(given)
     try:
         with closing(StatusReader(target)) as reader:
             job = find_one(reader.look(), target)

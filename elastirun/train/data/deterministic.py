@@ -22,7 +22,7 @@ from elastirun.train.data.shard_tree import Span, add_up, halves, subtrees
 from elastirun.train.data.shares import share
 from elastirun.train.ddp.replica_description import check_reducible, describe, sparse_names
 from elastirun.train.errors import TrainError, WrongUse
-from elastirun.train.groups.collectives import copy_from_first, verify_same
+from elastirun.train.groups.collectives import copy_from, verify_same
 from elastirun.train.groups.process_groups import find_group, group_of
 from elastirun.train.reduction.buckets.memory import make_views
 from elastirun.train.reduction.control_words import REQUESTS
@@ -92,7 +92,7 @@ class DeterministicShards:
         self._device = tensors[0][1].device if tensors else torch.device("cpu")
         with reduction_errors("comparing and copying the replicas"):
             verify_same(describe(tensors, (), self.contract()), "parameters, buffers and settings", self.process_group, self._device)
-            copy_from_first([tensor.detach() for _, tensor in tensors], self.process_group)
+            copy_from(0, [tensor.detach() for _, tensor in tensors], self.process_group)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module."""

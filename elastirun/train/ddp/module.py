@@ -26,7 +26,7 @@ from elastirun.train.ddp.replica_description import check_reducible, describe, s
 from elastirun.train.ddp.state_dicts import take_both_forms
 from elastirun.train.ddp.torch_names import TorchNames, torch_attributes, torchs, verify_arguments
 from elastirun.train.errors import TrainError, WrongUse
-from elastirun.train.groups.collectives import copy_from_first, verify_same
+from elastirun.train.groups.collectives import copy_from, verify_same
 from elastirun.train.groups.process_groups import end_own_group, find_group, group_of, make_own_group
 from elastirun.train.reduction.buckets.planner import gradients_of
 from elastirun.train.reduction.comm_hooks import Hook
@@ -162,7 +162,7 @@ class DistributedDataParallel(TorchNames):
             group = make_own_group(self.process_group, devices[0])
             self._keep_own_group(group, devices[0])
             if init_sync:
-                copy_from_first([tensor.detach() for _, tensor in copied], group)
+                copy_from(0, [tensor.detach() for _, tensor in copied], group)
         self._make_reducer(needs, group, self._choose_transport(group, devices[0]))
         with reduction_errors("agreeing on the plan"):
             self._reducer.begin_where_others_are(left)
@@ -495,7 +495,7 @@ class DistributedDataParallel(TorchNames):
         settle()
         buffers = [buffer.detach() for _, buffer in self._list_buffers()]
         with autograd_engine.versions_kept(buffers):
-            copy_from_first(buffers, self._reducer.world.group)
+            copy_from(0, buffers, self._reducer.world.group)
         self._reducer.running_stats.forget()
 
     def check_replicas(self, gradually: bool = False) -> None:

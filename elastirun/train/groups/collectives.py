@@ -68,11 +68,6 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy rank 0's values to every rank, a chunk at a time."""
-    copy_from(0, tensors, group)
-
-
 def copy_from(source: int, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Copy the values of rank ``source`` (of DTensors, its parts) to every rank, a chunk at a time."""
     first = dist.get_global_rank(group, source)

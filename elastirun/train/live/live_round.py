@@ -70,7 +70,7 @@ class LiveRound:
         self.takes_in: LiveWorld | None = None  # the world that takes this new worker in
         self._first = 0  # ranks of world 0
         self._known = False  # the ranks of world 0 have a state, so they are there
-        self._store = self._connect()
+        self.reconnect()
 
     @property
     def rank(self) -> int:
@@ -125,8 +125,8 @@ class LiveRound:
         return found
 
     def reconnect(self) -> None:
-        """Connect to the store again, after the connections of this process were cut."""
-        self._store = self._connect()
+        """Connect to the store, first or again, after the connections of this process were cut."""
+        self._store = self._wait(self._opened)
 
     def repeat(self) -> None:
         """Be in the next world, which has the same ranks, when all of them have come. All of them call it, at any time."""
@@ -199,9 +199,6 @@ class LiveRound:
         atexit.unregister(self._end_training)
 
     # -- the store --------------------------------------------------------------------------------------------------------
-
-    def _connect(self) -> Any:
-        return self._wait(self._opened)
 
     def _opened(self) -> Any:
         """Return a connection to the store; None if there is nobody yet, or not any more."""

@@ -33,7 +33,7 @@ def copy_state(state: TrainState, source: int, receives: bool, group: dist.Proce
     if rank == source:
         flat = flatten(shared, rank)
         tensors = [tensor.detach().to(CPU) for tensor in flat.tensors.values()]
-        shapes = [[name, _dtype(tensor), list(tensor.shape)] for name, tensor in flat.tensors.items()]
+        shapes = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in flat.tensors.items()]
         text = json.dumps({"values": encode_values(flat.tree).decode("ascii"), "tensors": shapes})
     told = json.loads(_text_from(source, text, group))
     if rank != source:
@@ -74,10 +74,6 @@ class StateKept:
             fits = here is not None and (here.shape, here.dtype, here.device) == (kept.shape, kept.dtype, kept.device)
             back[name] = here.detach().copy_(kept) if here is not None and fits else kept.clone()
         state.update(load(parts, decode_values(self._values), back, 0))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _text_from(source: int, text: str, group: dist.ProcessGroup) -> str:

@@ -180,8 +180,9 @@ class WorldChange:
         """Go on in the new groups. ``left``: steps in which new ranks get the state."""
         assert self._next is not None
         (self.world, following), self._next = self._next, None
-        old = self._model_switch.enter(following)
-        _drop(old, replace_groups(following.process_group, following.group))
+        left_behind = [self._model_switch.enter(following), replace_groups(following.process_group, following.group)]
+        # Let go of them in a thread: the end of a group waits for its threads.
+        threading.Thread(target=left_behind.clear, name="elastirun ends groups", daemon=True).start()
         live_sockets.end()
         self._model_switch.withdraw(SWITCH)
         if self._thread is not None and self._live.rank == 0:
@@ -207,8 +208,3 @@ def _stream(device: torch.device) -> Iterator[Any]:
 def _stream_of(device: torch.device) -> Any:
     """Return the same stream each time: torch keeps freed memory for the stream for which it was allocated."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _drop(*things: Any) -> None:
-    """Let go of ``things`` in a thread: the end of a group waits for its threads."""
-    threading.Thread(target=list(things).clear, name="elastirun ends groups", daemon=True).start()
