@@ -194,7 +194,7 @@ def test_the_order_of_the_calls_survives_a_loss_of_power(tmp_path: Path) -> None
     for name in content(3):
         written = [at for at, each in enumerate(calls) if each in (("pwrite", f"{staged}/{name}"), ("open", f"{staged}/{name}"))]
         assert max(written) < last("fsync", f"{staged}/{name}") < min(at for at, each in enumerate(calls) if each == ("open", record))
-    assert last("write", record) < last("fsync", record) < last("fsync", staged) < published < last("fsync", str(tmp_path))
+    assert last("pwrite", record) < last("fsync", record) < last("fsync", staged) < published < last("fsync", str(tmp_path))
     assert last("fsync", str(tmp_path)) < last("rename", f"{tmp_path}/step-00000001")
 
 

@@ -14,7 +14,7 @@ mutant = named_in("elastirun/checkpoint", "tests/checkpoint")
 quoted = mutants_in("elastirun/checkpoint", "tests/checkpoint")
 LATER = "what_a_later_round_has_claimed_an_earlier_one_cannot_change"
 ORDER = "the_order_of_the_calls_survives_a_loss_of_power"
-RECORD, NAMES = "write_small(os.path.join(staged, COMMIT), encode(commit))\n", "sync_folder(staged)\n"
+RECORD, NAMES = "write_file(os.path.join(staged, COMMIT), memoryview(encode(commit)))\n", "sync_folder(staged)\n"
 AT = " " * 16
 MUTANTS = (
     # the fence
@@ -92,14 +92,8 @@ MUTANTS = (
     ),
     # the order in which the disk has the files, so that a loss of power leaves whole checkpoints
     mutant(
-        "files are durable before the record",
+        "files are durable before the record, and the record before the rename",
         "backends.files:write_file",
-        without("fsync"),
-        seen_by=f"interrupted::{ORDER}",
-    ),
-    mutant(
-        "the record is durable before the rename",
-        "backends.files:write_small",
         without("fsync"),
         seen_by=f"interrupted::{ORDER}",
     ),

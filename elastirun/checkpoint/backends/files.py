@@ -70,16 +70,6 @@ def _set_direct(fd: int, direct: bool) -> bool:
     return direct
 
 
-def write_small(path: str, data: bytes) -> None:
-    """Write a file of a few kilobytes, and wait until the disk has it. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    with _closing(fd, path):
-        at = 0
-        while at < len(data):
-            at += os.write(fd, data[at:])
-        os.fsync(fd)
-
-
 def sync_folder(path: str) -> None:
     """Wait until the disk has the names in the folder ``path``. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

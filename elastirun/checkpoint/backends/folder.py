@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from elastirun.checkpoint.backends.backend import Check
-from elastirun.checkpoint.backends.files import GONE, open_regular, sync_folder, write_file, write_small
+from elastirun.checkpoint.backends.files import GONE, open_regular, sync_folder, write_file
 from elastirun.checkpoint.claims import Published, is_claim, is_newer, is_step_name, step_name
 from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, Commit, Damage, FileSum, clip, decode, encode
 from elastirun.errors import CheckpointError, ClaimLost
@@ -111,7 +111,7 @@ class Folder:
         staged = self._staged(claim, commit.step)
         with self._claimed(claim):
             if not (name := self._published(commit)):  # else by a rename whose answer was lost
-                write_small(os.path.join(staged, COMMIT), encode(commit))
+                write_file(os.path.join(staged, COMMIT), memoryview(encode(commit)))
                 sync_folder(staged)
                 with os.scandir(staged) as entries:
                     sizes = {entry.name: entry.stat().st_size for entry in entries if entry.name != COMMIT}
