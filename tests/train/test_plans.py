@@ -257,9 +257,9 @@ def joined(rank: int, world: int) -> list[list[int]]:
     group = dist.group.WORLD
     assert group is not None
     WorldSwitch(ddp).enter(WorldSwitch(ddp).prepare(group))
-    position = broadcast([*map(int, WorldSwitch(ddp).position)], group, torch.device("cpu"))
+    position = broadcast([*map(int, WorldSwitch(ddp).reducer.position)], group, torch.device("cpu"))
     if rank == 1:
-        WorldSwitch(ddp).position = position
+        WorldSwitch(ddp).reducer.position = position
     WorldSwitch(ddp).hold_plan(False)
     return train(ddp, rank, 6)
 
@@ -284,9 +284,9 @@ def joined_unfrozen(rank: int, world: int) -> list[float]:
     if rank == 1:
         dist.destroy_process_group(alone)  # as the group of a rank that was alone ends when it is to join
     WorldSwitch(ddp).enter(WorldSwitch(ddp).prepare(group, new=rank == 1))
-    position = broadcast([*map(int, WorldSwitch(ddp).position)], group, torch.device("cpu"))
+    position = broadcast([*map(int, WorldSwitch(ddp).reducer.position)], group, torch.device("cpu"))
     if rank == 1:
-        WorldSwitch(ddp).position = position
+        WorldSwitch(ddp).reducer.position = position
     assert ddp._reducer.parts.planner.held
     WorldSwitch(ddp).hold_plan(False)
     ddp.zero_grad()
