@@ -48,13 +48,12 @@ class TimerRequest:
 
 def parse_request(line: bytes) -> TimerRequest | None:
     """Return the request in a line of JSON; None where there is none. Any process of the job's user may write lines."""
-    try:
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         found = json.loads(line)
         request = TimerRequest(found["pid"], found["scope_id"], float(found["expiration_time"]), found["signal"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
-    typed = type(request.pid) is int and type(request.signal) is int and isinstance(request.scope, str)
-    return request if typed and request.pid > 1 and request.signal < signal.NSIG and math.isfinite(request.expiration) else None
+        typed = type(request.pid) is int and type(request.signal) is int and isinstance(request.scope, str)
+        return request if typed and request.pid > 1 and request.signal < signal.NSIG and math.isfinite(request.expiration) else None
+    return None
 
 
 class FileTimers(Part):

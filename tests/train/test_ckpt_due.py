@@ -124,7 +124,7 @@ def test_a_period_goes_on_in_the_next_world(monkeypatch: pytest.MonkeyPatch) -> 
     first = due.due(timedelta(seconds=PERIOD))
     now = PERIOD - 1.0
     following = due.due(timedelta(seconds=PERIOD))
-    following.continue_from(first.begun)
+    following.begun = first.begun
     assert not following.is_due(1, ranks)
     now = PERIOD
     assert any(following.is_due(step, ranks) for step in range(2, 20))

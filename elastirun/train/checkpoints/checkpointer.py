@@ -157,8 +157,7 @@ class Checkpointer:
         ``every``, if it is a time, counts from its last save to the disk. The next save is newer than what it
         has left in memory, and does not take the place of the newest.
         """
-        begun, self._number, self._filled = last_save
-        self._due.continue_from(begun)
+        self._due.begun, self._number, self._filled = last_save
 
     def _check_use(self) -> None:
         """Raise TrainError where the writer is another process's, or has ended."""

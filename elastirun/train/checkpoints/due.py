@@ -14,7 +14,7 @@ LOOK = 1_000_000  # microseconds from one exchange about the time to the next, a
 class EverySteps:
     """A save is due when its step is a multiple of ``steps``."""
 
-    begun = 0  # nothing depends on it
+    begun = 0  # when the last save to the disk began; nothing depends on it
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -25,9 +25,6 @@ class EverySteps:
 
     def begin(self) -> None:
         """Note that a save to the disk begins."""
-
-    def continue_from(self, begun: int) -> None:
-        """Count from an earlier save; steps need none."""
 
 
 class EveryPeriod:
@@ -40,7 +37,7 @@ class EveryPeriod:
 
     def __init__(self, period: timedelta) -> None:
         self._period = period // timedelta(microseconds=1)
-        self.begun = self._looked = _now()
+        self.begun = self._looked = _now()  # the former may be set to that of an earlier save, which another one of these saw begin
         self._calls = 0  # since the last exchange
         self._pause = 1  # calls from the last exchange to the next one
 
@@ -59,10 +56,6 @@ class EveryPeriod:
     def begin(self) -> None:
         """Note that a save to the disk begins."""
         self.begun = _now()
-
-    def continue_from(self, begun: int) -> None:
-        """Count from an earlier save, which another one of these saw begin."""
-        self.begun = begun
 
 
 def due(every: int | timedelta) -> EverySteps | EveryPeriod:

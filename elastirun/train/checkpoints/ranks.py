@@ -45,7 +45,7 @@ class Ranks:
         self.rank, self.world_size = 0, 1
         self._first = 0  # the group's rank 0, in the default group: other groups use the same numbers
         self.made_alone = group is None and not (dist.is_available() and dist.is_initialized())
-        if group is not None or (dist.is_available() and dist.is_initialized()):
+        if not self.made_alone:
             found = find_group(group)
             self.rank, self.world_size = dist.get_rank(found), dist.get_world_size(found)
             self._first = dist.get_global_rank(found, 0)
