@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 import time
-
-from elastirun import linux
 
 VARIABLE = "ELASTIRUN_SOCKET"  # set by the agent: the path of its socket
 MAX_ANSWER = 1 << 20  # bytes
@@ -43,12 +42,14 @@ def _connect(connection: socket.socket, path: str, deadline: float) -> None:
 
 
 def _receive(connection: socket.socket, deadline: float) -> tuple[str, int | None]:
-    received, fds = b"", list[int]()
+    received, fds = b"", array.array("i")
     try:
         while len(received) < MAX_ANSWER and not received.endswith(b"\n"):
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            data, came, _ = linux.recv_fds(connection, 65536, 1)
-            fds += came
+            data, ancillary, _, _ = connection.recvmsg(65536, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+            for level, kind, payload in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
             if not data:
                 break
             received += data
