@@ -42,6 +42,7 @@ from elastirun.agent.status.shared_devices import TwinWarning, devices
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.store.other_jobs import OtherJobs
 from elastirun.agent.store.store_access import new_row
+from elastirun.agent.wanted_nodes import WantedNodes
 from elastirun.agent.workers.checkpoint_memory import CheckpointMemory
 from elastirun.agent.workers.file_timers import FileTimers
 from elastirun.agent.workers.live_workers import LiveWorkers
@@ -146,9 +147,10 @@ def assemble(
     socket.serve(own_agents.SNAPSHOT, lambda client, rest: socket.answer(client, health.described(shown, tree.mark)))
     guard = GuardLease(config, tree, session)
     twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)
+    wanted = WantedNodes(config, session, environ, say, warn)
     parts = (
         *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, timers, memory),
-        *(forks, hangs, standing, stragglers, quarantine, OtherJobs(session.access)),
+        *(forks, hangs, standing, stragglers, quarantine, wanted, OtherJobs(session.access)),
     )
     start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, warn)
     return Assembly(

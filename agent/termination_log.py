@@ -44,17 +44,22 @@ def descends_from_first(pid: int, parent: Callable[[int], int] = parent) -> bool
 STARTED_BY_CONTAINER = descends_from_first(os.getpid())  # found out at once: when its parent ends, a process gets another
 
 
-def path(environ: Mapping[str, str]) -> str | None:
-    """Return the file for the termination message; None: there is none to write.
+def path_in_pod(environ: Mapping[str, str], variable: str, default: str) -> str | None:
+    """Return the file that ``variable`` names, or in a pod ``default``; None: there is none for this agent.
 
-    A launcher that runs in a worker of another agent writes none: the agent above it does. A second agent in the container, which
+    A launcher that runs in a worker of another agent has none: the agent above it has. A second agent in the container, which
     ``kubectl exec`` has started, leaves the file of Kubernetes to the first.
     """
     if environ.get(marks.VARIABLE):
         return None
-    if VARIABLE in environ:
-        return environ[VARIABLE] or None
-    return DEFAULT if environ.get(IN_POD) and STARTED_BY_CONTAINER else None
+    if variable in environ:
+        return environ[variable] or None
+    return default if environ.get(IN_POD) and STARTED_BY_CONTAINER else None
+
+
+def path(environ: Mapping[str, str]) -> str | None:
+    """Return the file for the termination message; None: there is none to write."""
+    return path_in_pod(environ, VARIABLE, DEFAULT)
 
 
 def message(

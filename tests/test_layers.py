@@ -265,7 +265,7 @@ FLOORS = {  # the folders and loose modules of a package, the lowest first: each
             "failures",
             "check",
         ),
-        *("quarantine", "termination_log", "status", "ending", "assemble", "agent"),
+        *("quarantine", "termination_log", "wanted_nodes", "status", "ending", "assemble", "agent"),
     ),
     "elastirun.train": (
         *("errors", "arguments", "torch_private", "sharded", "mesh", "autograd_engine", "groups", "reduction", "stopping", "state", "ddp"),

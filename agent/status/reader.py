@@ -27,6 +27,7 @@ from elastirun.agent.store import shared_store
 from elastirun.agent.store.at_once import at_once
 from elastirun.agent.store.discovery import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
 from elastirun.agent.store.locations import ASK_LIMIT, CopyOf, StoreAt, TcpAt, at_etcd, described, standby
+from elastirun.agent.wanted_nodes import write_wanted
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import StartError, StoreError, UnreadableMembers, UnreadableRound
 from elastirun.rendezvous.peers.liveness import Liveness
@@ -40,7 +41,6 @@ from elastirun.threads import start_thread
 
 LOOK_LIMIT = 3.0  # seconds for one look at all endpoints
 LATER_LIMIT = 0.2  # seconds for the others to answer, once one of them has shown the job: machines that are down never do
-WRITES = 50  # tries to write a record that others write, too
 MOST_HOPS = 4  # stores that are followed one after the other; each is that of a node that has taken over
 TRIES = 4  # reads of a round record whose members were deleted meanwhile, because the next round has formed
 MOST_JOBS = 64  # that are read from one store
@@ -262,15 +262,8 @@ class _Source:
     def scale(self, job: str, token: bytes | None, wanted: int) -> None:
         """Write how many nodes are wanted. Errors: ``StoreError``."""
         with self._one_reads:
-            store = self._store = self._store or self._at.open()
-            for _ in range(WRITES):
-                protocol = execute(SyncProtocol(self._at.prefix(job), "", Codec(token), clock.now).here(), store)
-                record = execute(protocol.scale(wanted), store)
-                if record is None or record.closed is not None:
-                    raise StoreError("the job has ended" if record else "the store has no record of the job any more")
-                if record.wanted == wanted:
-                    return
-        raise StoreError(f"{WRITES} times another write was first")
+            self._store = self._store or self._at.open()
+            write_wanted(self._store, self._at.prefix(job), token, wanted)
 
     def close(self) -> None:
         if self._store is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastirun.agent.failures.exit_codes import ExitCode
+from elastirun.agent.wanted_nodes import FILE
 
 Manifest = dict[str, Any]
 
@@ -331,6 +332,21 @@ def mounts(found: Workload) -> Iterator[str]:
             yield "/dev/shm is larger than the memory limit that it counts against"
 
 
+def wanted_nodes(found: Workload) -> Iterator[str]:
+    """The annotation for the number of nodes, in the file that the agent reads."""
+    if not found.is_agent or found.kind not in ("Job", "JobSet", "PyTorchJob"):
+        return
+    volumes = {volume["name"]: volume.get("downwardAPI", {}).get("items", []) for volume in found.pod.get("volumes", [])}
+    paths = {
+        f"{mount['mountPath']}/{item['path']}": item["fieldRef"]["fieldPath"]
+        for mount in found.container.get("volumeMounts", [])
+        if "subPath" not in mount  # such a file never changes
+        for item in volumes.get(mount["name"], [])
+    }
+    if paths.get(FILE) != "metadata.annotations['elastirun.io/nodes']":
+        yield f"the annotation elastirun.io/nodes is not the content of {FILE}"
+
+
 def size(text: str) -> float:
     number, unit = re.fullmatch(r"(\d+)(\w*)", text).groups()  # type: ignore[union-attr]
     return int(number) * {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}[unit]
@@ -371,5 +387,5 @@ def last_words(found: Workload) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     *(stable_versions, indexed, restart_policy, replacement, disruption_first, rules_are_accepted, exit_codes, limits_per_index, success),
     *(names_and_service, variables_are_known, meeting_point, number_of_nodes, time_to_stop, disruption_budget, network_policy),
-    *(restricted, mounts, resources, probes, last_words),
+    *(restricted, mounts, wanted_nodes, resources, probes, last_words),
 )

@@ -183,6 +183,8 @@ MISTAKES: dict[str, tuple[Callable[[list[Manifest]], Any], str]] = {
     "too much shared memory": (lambda d: container(d)["resources"].update(limits={"memory": "1Gi"}), "larger than the memory limit"),
     "nowhere to write": (lambda d: container(d)["volumeMounts"].pop(0), "/tmp"),
     "no such claim": (lambda d: d.remove(manifests.only(d, "PersistentVolumeClaim")), "claim"),
+    "an annotation that never changes": (lambda d: container(d)["volumeMounts"][3].update(subPath="nodes"), "elastirun.io/nodes"),
+    "another annotation": (lambda d: pod(d)["volumes"][3]["downwardAPI"]["items"][0].update(path="node"), "elastirun.io/nodes"),
     "probe of another port": (lambda d: env(d)["PET_HEALTH_PORT"].update(value="9090"), "livenessProbe"),
     "ready when training": (lambda d: container(d).update(readinessProbe={"httpGet": {"path": "/readyz", "port": 8080}}), "readinessProbe"),
     "last words lost": (lambda d: container(d).pop("terminationMessagePolicy"), "terminationMessagePolicy"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastirun.agent.wanted_nodes import VARIABLE
 from elastirun.cli.scale.command import main
 from elastirun.errors import UsageError
+from tests.support.annotation import Annotation
 from tests.support.cluster import PATIENCE, Cluster, Worker
 
 TEN_MINUTES = "--last-call=600"
@@ -74,6 +77,39 @@ def test_a_large_job_shrinks_to_one_node(nodes: Cluster, succession: str) -> Non
     assert reason([worker]) == "the job is scaled to 1 node"
     worker.tell("exit 0")
     assert [nodes.ends(agent) for agent in nodes.agents] == [0, 0, 0, 0], nodes.everything()
+
+
+def test_an_annotation_says_how_many_nodes_are_wanted(nodes: Cluster, tmp_path: Path) -> None:
+    """As Kubernetes brings it: at the start of the job, and by a change; ``elastirun scale`` is not undone, a newcomer changes nothing."""
+    (tmp_path / "etc").mkdir()
+    annotation = Annotation(tmp_path / "etc", "2")
+    nodes.env[VARIABLE] = str(annotation.path)
+    for i in (1, 2):
+        nodes.agent(i, TEN_MINUTES, nnodes="1:4")
+    workers = nodes.round(2)
+    assert reason(workers) == "the first round", "it waits no ten minutes for more"
+    for i in (3, 4):
+        nodes.agent(i, TEN_MINUTES, nnodes="1:4")
+        nodes.says(i, "round 1 has its 2 nodes; this node is a spare")
+    annotation.set("4")
+    workers = nodes.round(4, after=1)
+    scale(nodes, "3")
+    workers = nodes.round(3, after=workers[0].round)
+    assert reason(workers) == "the job is scaled to 3 nodes"
+    nodes.agent(5, TEN_MINUTES, nnodes="1:4")
+    nodes.says(5, "this node is a spare")
+    annotation.set("5")
+    nodes.says(1, f"{annotation.path}: 5 nodes: the job was started with --nnodes=1:4, which allows 1 to 4 nodes")
+    now = status(nodes)
+    assert (now["wanted"], now["round"]) == (3, workers[0].round), "neither the spare's old number nor the wrong one was written"
+    annotation.set("max")
+    workers = nodes.round(4, after=workers[0].round)
+    assert status(nodes)["wanted"] == 0
+    for worker in workers:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in nodes.agents] == [0] * 5, nodes.everything()
+    written = [sum(f"{annotation.path}: {text} nodes wanted" in nodes.out(i) for i in (1, 2, 3, 4, 5)) for text in ("4", "max")]
+    assert written == [1, 1] and not any("allows 1 to 4" in nodes.out(i) for i in (2, 3, 4, 5)), "rank 0 alone"
 
 
 def test_a_node_that_is_lost_is_replaced_by_a_spare_of_a_scaled_job(nodes: Cluster) -> None:

@@ -10,13 +10,13 @@ import click
 from elastirun import standard_streams
 from elastirun.agent.status.job_status import JobStatus
 from elastirun.agent.status.reader import StatusReader
+from elastirun.agent.wanted_nodes import count_of, why_not
 from elastirun.cli.parse import quote
 from elastirun.cli.status_command import find_one, options_of_job, read_words, target_of
 from elastirun.cli.subcommands import show
 from elastirun.errors import StartError, StoreError, UsageError
 
 ALONE = "with one node nobody takes the store over when it is lost: spares cannot, and end with 201"
-MAX = "max"  # as many as --nnodes allows
 _HELP = """\
 Says how many nodes a job is to have, within its --nnodes=MIN:MAX. A first round that waits for more starts
 as soon as so many are there. A larger job goes on with fewer nodes, those with the highest ranks become
@@ -38,13 +38,14 @@ def main(argv: Sequence[str]) -> int:
     count = given.pop("count", "")
     if not count:
         raise UsageError("the number of nodes is missing; give one from 1 on, or max for as many as --nnodes allows")
-    if count != MAX and not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) and len(count) <= 9):
+    asked = count_of(count)
+    if asked is None:
         raise UsageError(f"{quote(count)} is no number of nodes; give one from 1 on, or max for as many as --nnodes allows")
     target = target_of(given)
     try:
         with closing(StatusReader(target)) as reader:
             job = find_one(reader.look(), target)
-            wanted = 0 if count == MAX else _within(job, int(count))
+            wanted = asked and _within(job, asked)
             reader.scale(job.job, wanted)
     except StoreError as error:
         raise StartError(f"the number of nodes cannot be written: {error}") from None
@@ -60,9 +61,8 @@ def _within(job: JobStatus, count: int) -> int:
     low, high = job.min_nodes, job.max_nodes
     if low is None or high is None:
         raise StartError(f"{_called(job)} has no record yet: its first node has just begun")
-    if not low <= count <= high:
-        allowed = f"{low} node{'s' * (low > 1)}" if low == high else f"{low} to {high} nodes"
-        raise UsageError(f"{count} nodes: {_called(job)} was started with --nnodes={low}:{high}, which allows {allowed}")
+    if why := why_not(count, _called(job), low, high):
+        raise UsageError(why)
     return count
 
 

@@ -103,6 +103,7 @@ class StatefulSet:
         self.cluster, self.name = cluster, manifest["metadata"]["name"]
         self.pod: Manifest = spec["template"]["spec"] | {"subdomain": spec["serviceName"]}
         self.pod_labels: dict[str, str] = spec["template"]["metadata"]["labels"]
+        self.pod_annotations: dict[str, str] = {}
         (self.container,) = self.pod["containers"]
         self._claims = [claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", [])]
         self.pods = [Pod(self, index) for index in range(spec["replicas"])]
@@ -137,6 +138,7 @@ class Job:
         self.pod: Manifest = self.spec["template"]["spec"]
         own = {"batch.kubernetes.io/job-name": self.name, "batch.kubernetes.io/controller-uid": self.uid}
         self.pod_labels: dict[str, str] = {**self.spec["template"].get("metadata", {}).get("labels", {}), **own}
+        self.pod_annotations: dict[str, str] = self.spec["template"].get("metadata", {}).get("annotations", {})
         (self.container,) = self.pod["containers"]
         assert self.spec["completionMode"] == "Indexed" and self.pod["restartPolicy"] == "Never"
         # state
@@ -166,6 +168,12 @@ class Job:
     def scale(self, size: int) -> None:
         """Do what `kubectl patch` of completions and parallelism does."""
         self._inbox.put(size)
+
+    def annotate(self, text: str) -> None:
+        """Do what `kubectl annotate pods -l batch.kubernetes.io/job-name=NAME` does with the annotation of a volume."""
+        for pod in self.pods:
+            if pod.annotation is not None and pod.code is None:
+                pod.annotation.set(text)
 
     def cancel(self) -> None:
         self._inbox.put(None)

@@ -15,6 +15,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support.annotation import Annotation
+
 if TYPE_CHECKING:
     from tests.deploy.containers.jobs import Job, StatefulSet
 
@@ -37,6 +39,7 @@ class Pod:
         self.code: int | None = None
         self.lines: list[str] = []
         self.times: list[float] = []  # when each line came
+        self.annotation: Annotation | None = None  # the file of the one that a volume of the downward API has
         self.message_file = self.folder / "termination-log"
         self.message_file.touch()
         self.message_file.chmod(0o666)
@@ -136,7 +139,7 @@ class Pod:
     def _field(self, path: str) -> str:
         labels = {**self.job.pod_labels, "batch.kubernetes.io/job-completion-index": str(self.index)}
         if found := re.match(r"metadata\.(?:labels|annotations)\['(.+)'\]", path):
-            return labels.get(found[1], "")
+            return {**self.job.pod_annotations, **labels}.get(found[1], "")
         known = {
             "metadata.name": self.name if self.job.indexed else self.hostname, "metadata.namespace": "default", "metadata.uid": self.uid,
             "spec.nodeName": f"machine-{self.index}", "status.podIP": self.address, "status.hostIP": self.job.cluster.gateway,
@@ -233,6 +236,11 @@ class Pod:
             return folder
         if "persistentVolumeClaim" in volume:
             return cluster.claim(volume["persistentVolumeClaim"]["claimName"])
+        if "downwardAPI" in volume:
+            (item,) = volume["downwardAPI"]["items"]
+            (self.folder / volume["name"]).mkdir()
+            self.annotation = Annotation(self.folder / volume["name"], self._field(item["fieldRef"]["fieldPath"]), item["path"])
+            return self.folder / volume["name"]
         (kind,) = volume.keys() & {"configMap", "secret"}
         name = volume[kind]["name" if kind == "configMap" else "secretName"]
         folder = cluster.folder / f"{kind}-{name}"

@@ -231,6 +231,25 @@ def evicted_store(cluster: Cluster) -> Job:
     return job
 
 
+def annotated(cluster: Cluster) -> Job:
+    """The annotation for a number of nodes: 2 of 4 pods begin at once, then 4 go on after the same step, then 3; all pods stay."""
+    documents = slow(size=4, PET_NNODES="1:5", PET_LAST_CALL=f"{10 * PATIENCE:g}")
+    manifests.only(documents, "Job")["spec"]["template"]["metadata"]["annotations"] = {"elastirun.io/nodes": "2"}
+    job = start_slowly(cluster, documents)
+    until(lambda: "2 workers on cpu" in job.output, "2 workers", PATIENCE, state=job.story)
+    saved(cluster)
+    job.annotate("4")
+    until(lambda: "4 workers on cpu: going on after step" in job.output, "4 workers", PATIENCE, state=job.story)
+    job.annotate("3")
+    until(lambda: "3 workers on cpu: going on after step" in job.output, "3 workers", PATIENCE, state=job.story)
+    hurry(cluster)
+    trained(job)
+    assert len(job.pods) == 4 and not any(job.retries(index) for index in range(4)), job.story()
+    ended, began = (sorted(re.findall(rf"{text} after step (\d+)", job.output)) for text in ("all workers stop", "going on"))
+    assert ended == began and len(began) == 2, job.story()
+    return job
+
+
 def lost_first_index(cluster: Cluster) -> Job:
     """With etcd index 0 is a pod like any other: when it is killed the others go on, and its replacement joins."""
     serve_etcd(cluster)
@@ -360,4 +379,5 @@ ALL: dict[str, Scenario] = {
     "lost-first-index": lost_first_index,
     "strange-surroundings": strange_surroundings,
     "process-one": process_one,
+    "annotated": annotated,
 }
