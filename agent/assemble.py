@@ -39,6 +39,7 @@ from elastirun.agent.round_start import RoundStart
 from elastirun.agent.session import Session
 from elastirun.agent.status import health, own_agents
 from elastirun.agent.status.shared_devices import TwinWarning, devices
+from elastirun.agent.status.trainer_status import TrainerStatus
 from elastirun.agent.store.node_reports import Meeting
 from elastirun.agent.store.other_jobs import OtherJobs
 from elastirun.agent.store.store_access import new_row
@@ -145,12 +146,12 @@ def assemble(
     shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine, hangs)
     stack.callback(health.serve(shown, selector, say))
     socket.serve(own_agents.SNAPSHOT, lambda client, rest: socket.answer(client, health.described(shown, tree.mark)))
-    guard = GuardLease(config, tree, session)
+    guard, trainer = GuardLease(config, tree, session), stack.enter_context(closing(TrainerStatus(shown, pages, environ)))
     twins = TwinWarning(config.run_id, socket.path, devices(environ), session.access.notices.append)
     wanted = WantedNodes(config, session, environ, say, warn)
     parts = (
         *(accounting, guard, tracker, twins, rounds, live, logs, socket, round_check, timers, memory),
-        *(forks, hangs, standing, stragglers, quarantine, wanted, OtherJobs(session.access)),
+        *(forks, hangs, standing, stragglers, quarantine, wanted, trainer, OtherJobs(session.access)),
     )
     start = RoundStart(config, node, session, workers, live, logs, tree, agent.runs, warn)
     return Assembly(

@@ -36,6 +36,7 @@ from elastirun.worker.progress_page import (
     SIGNAL,
     STAMPED,
     STEPS,
+    TOTAL,
     VARIABLE,
     WITHIN,
     WORK,
@@ -59,15 +60,16 @@ _tried = False  # the page was opened, or cannot be
 _by_script = False  # the script stamps its steps, so those of its optimizers are not counted beside them
 
 
-def progress(within: float | None = None, *, step: int | None = None, work: float | None = None) -> None:
+def progress(within: float | None = None, *, step: int | None = None, work: float | None = None, total: int | None = None) -> None:
     """Tell the agent that this worker has made a step. Call it once per step, on every rank; it takes half a microsecond.
 
     ``within``: the next call comes within this many seconds, although ``--hang-timeout`` is shorter: for an evaluation, a checkpoint, the
     end of the training. ``math.inf``: there is no limit until the next call. ``step``: the number of this step in the whole training,
     which goes back where a new round begins from a checkpoint; so the agent can tell which steps are done again. ``work``: how much there
     was to compute in this step on this rank, in any unit, such as the tokens of a batch. Where every rank tells it, stragglers are judged
-    by their time for a unit and not for a step (with torch's DistributedDataParallel). Does nothing without an agent of elastirun, and in
-    forks of this process. Raises TypeError for seconds or work below 0 and for what is no number.
+    by their time for a unit and not for a step (with torch's DistributedDataParallel). ``total``: the steps of the whole training, with
+    which ``step`` becomes a percentage for Kubeflow Trainer; to tell it once in a round is enough. Does nothing without an agent of
+    elastirun, and in forks of this process. Raises TypeError for seconds or work below 0 and for what is no number.
     """
     global _by_script
     if within is None:  # a script that only announces its pauses still has its optimizers counted
@@ -79,6 +81,10 @@ def progress(within: float | None = None, *, step: int | None = None, work: floa
     _stamp(within)
     if step is not None:
         at_step(step)
+    if total is not None:
+        total = _whole("total", total)
+        if (words := _page()) is not None:
+            words[TOTAL] = total
 
 
 def _add_work(work: float) -> None:
@@ -92,17 +98,21 @@ def _add_work(work: float) -> None:
 
 def at_step(step: int) -> None:
     """Tell the agent that ``step`` is the last step that training has made, without a stamp. ``Checkpointer`` does it."""
-    try:
-        step = index(step)
-    except TypeError:
-        raise TypeError(f"progress(): step must be a whole number, not {step!r}") from None
+    number = _whole("step", step) + 1
     words = _page()
     if words is None:
         return
-    number = min(max(0, step), LARGEST_STEP) + 1
     words[AT] = number
     if words[FARTHEST] and not words[CAUGHT_UP] and number >= words[FARTHEST]:
         words[CAUGHT_UP] = monotonic_ns()
+
+
+def _whole(name: str, value: int) -> int:
+    """Return a number of steps, within what the page holds."""
+    try:
+        return min(max(0, index(value)), LARGEST_STEP)
+    except TypeError:
+        raise TypeError(f"progress(): {name} must be a whole number, not {value!r}") from None
 
 
 @contextmanager

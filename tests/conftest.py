@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
     from tests.support.etcd_server import Etcd
 
-LAUNCHER_PREFIXES = ("ELASTIRUN_", "GROUP_", "KUBERNETES_", "LOCAL_", "MASTER_", "PET_", "ROLE_", "TORCHELASTIC_")
+LAUNCHER_PREFIXES = ("ELASTIRUN_", "GROUP_", "KUBEFLOW_", "KUBERNETES_", "LOCAL_", "MASTER_", "PET_", "ROLE_", "TORCHELASTIC_")
 KEPT = "ELASTIRUN_ETCD_BINARY"  # the server that the tests start
 
 for _name in list(os.environ):  # before any test module is imported, so that the processes the tests start do not see them either

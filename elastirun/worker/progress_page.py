@@ -13,12 +13,12 @@ MAGIC = b"elastpg1"  # the first eight bytes; written by the agent. The digit is
 HEADER = 4096  # bytes: a page of memory; the numbers are at its beginning
 SIZE = 64 << 10  # bytes with the room for stacks, which begins at HEADER: a traceback of 100 threads fits in
 PID, SIGNAL, STEPS, STAMPED, LONGEST, WITHIN = range(1, 7)  # indices of the numbers; index 0 is MAGIC
-FIRST, AT, FARTHEST, CAUGHT_UP, SAVING, BUSY, MEDIAN, SAMPLED, SHOWS, WORK = range(7, 17)
+FIRST, AT, FARTHEST, CAUGHT_UP, SAVING, BUSY, MEDIAN, SAMPLED, SHOWS, WORK, TOTAL = range(7, 18)
 NS = 1_000_000_000  # nanoseconds in a second
 PARTS = 1000  # of a unit of work, in which WORK is counted
 FOREVER = (1 << 64) - 1  # as WITHIN: no limit
 
-_NUMBERS = struct.Struct("<8s16Q")
+_NUMBERS = struct.Struct("<8s17Q")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Page:
     sampled: int = 0  # the number of steps of which ``busy`` tells, if it tells of some only; then ``median`` is unknown
     shows: int = 0  # pid of the process that writes its stacks at ``signal`` since its start, stamps or not; 0: none
     work: int = 0  # thousandths of a unit, modulo 2**64: what the worker says that there was to compute in its steps; 0: it does not say
+    total: int = 0  # steps of the whole training, as the worker says; 0: it does not say
 
     @staticmethod
     def parse(data: bytes) -> Page | None:

@@ -61,8 +61,8 @@ def page(steps: int, stamped: float = 0.0, longest: float = 0.0, within: float =
 
 
 def test_only_a_page_of_this_version_is_read() -> None:
-    numbers = struct.pack("<16Q", 7, 60, 3, 5, 4, 0, *range(1, 11))
-    assert Page.parse(MAGIC + numbers + b"more") == Page(7, 60, 3, 5, 4, 0, *range(1, 11))
+    numbers = struct.pack("<17Q", 7, 60, 3, 5, 4, 0, *range(1, 12))
+    assert Page.parse(MAGIC + numbers + b"more") == Page(7, 60, 3, 5, 4, 0, *range(1, 12))
     assert Page.parse(b"elastpg2" + numbers) is None
     assert Page.parse((MAGIC + numbers)[:-1]) is None and Page.parse(b"") is None
 

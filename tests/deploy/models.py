@@ -20,9 +20,9 @@ PLAIN = (
 )  # numbers or texts, which the models take for mappings; Kubernetes' schemas have them
 
 
-def invalid(document: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a document of one of ``KINDS``, with the path of each field."""
-    model = KINDS[document["kind"]]
+def invalid(document: dict[str, Any], model: type[BaseModel] | None = None) -> list[str]:
+    """Return what is wrong with a document of one of ``KINDS``, or of ``model``, with the path of each field."""
+    model = model or KINDS[document["kind"]]
     try:
         model.model_validate(document)
     except ValidationError as error:

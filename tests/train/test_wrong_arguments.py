@@ -190,6 +190,7 @@ WRONG: dict[str, tuple[str, Callable[[], Any]]] = {
     "signals": ("no handler can be installed for 'SIGTERM'", lambda: Drain(ours(), any(["SIGTERM"]))),
     "within": (r"progress\(\): within must be seconds, 0 or more, not '10'", lambda: progress(any("10"))),
     "work": (r"progress\(\): work must be a number from 0 to 1e\+15, not -3", lambda: progress(work=-3)),
+    "a number of steps": (r"progress\(\): total must be a whole number, not 1.5", lambda: progress(step=1, total=any(1.5))),
     "a step's number": (r"progress\(\): step must be a whole number, not '3'", lambda: progress(step=any("3"))),
     "launch": (r"no function; give the function itself", lambda: elastirun.launch(any("train.py"))),
 }
