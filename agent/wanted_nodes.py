@@ -80,11 +80,16 @@ class WantedNodes(Part):
         path = termination_log.path_in_pod(environ, VARIABLE, FILE)
         self._path = path if path and (VARIABLE in environ or os.path.exists(path)) else None
         self._look_at = math.inf if self._path is None else 0.0
-        self._text: str | None = None  # in the file at the last look; None: there was none yet
+        self._text = ""  # in the file at the last look
+        self._at_start = self._path is not None  # this agent has not seen the round record yet
         self._news_until = -math.inf  # until then ``_text`` is to be carried out
         self._thread: Thread | None = None
         self._error = ""  # why the last write of ``_text`` failed
         self._written: int | None = None  # the number of nodes that was written for ``_text``
+
+    def see(self, record: RoundRecord | None, now: float) -> None:
+        if self._at_start and record is not None:
+            self._look_at = now  # what the file says later is a change
 
     def tick(self, now: float) -> float:
         if now >= self._look_at:
@@ -95,11 +100,12 @@ class WantedNodes(Part):
         return self._look_at
 
     def _look(self, record: RoundRecord, now: float) -> None:
-        text, before = self._read(), self._text
-        if text != before:
-            is_old = before is None and (record.round > 0 or record.wanted > 0)  # this agent is newer than the number
+        text = self._read()
+        if text != self._text:
+            is_old = self._at_start and (record.round > 0 or record.wanted > 0)  # this agent is newer than the number
             self._text, self._news_until = text, -math.inf if is_old else now + NEWS
             self._error, self._written = "", None
+        self._at_start = False
         if text and now < self._news_until:
             self._carry_out(text, record, not record.members or record.index(self._session.machine.row.id) == 0)
 
@@ -111,7 +117,7 @@ class WantedNodes(Part):
             with open(fd, "rb", buffering=0) as file:
                 return (file.read(MOST_TEXT) or b"").decode("ascii", "replace").strip()
         except OSError:
-            return self._text or ""
+            return self._text
 
     def _carry_out(self, text: str, record: RoundRecord, decides: bool) -> None:
         config, wanted = self._config, count_of(text)

@@ -81,6 +81,15 @@ def test_the_number_at_the_start_counts_until_a_round_has_formed_or_somebody_has
         assert one.look(late) == one.look(late) == [] and not one.said
 
 
+def test_a_change_right_after_the_start_counts(annotation: Annotation) -> None:
+    one = part(annotation)
+    one.look(None)
+    one.see(RUNNING, one.now)
+    assert one.look(RUNNING, 0.0) == []
+    annotation.set("4")
+    assert one.look(RUNNING) == [4]
+
+
 def test_a_change_counts_and_is_not_repeated(annotation: Annotation) -> None:
     one = part(annotation)
     assert one.look(RUNNING) == []

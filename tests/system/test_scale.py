@@ -112,6 +112,25 @@ def test_an_annotation_says_how_many_nodes_are_wanted(nodes: Cluster, tmp_path: 
     assert written == [1, 1] and not any("allows 1 to 4" in nodes.out(i) for i in (2, 3, 4, 5)), "rank 0 alone"
 
 
+def test_an_annotation_reaches_the_store_wherever_it_is(anywhere: Cluster, tmp_path: Path) -> None:
+    """At etcd, or where it has moved: rank 0, which hosted it, is lost. Records are signed."""
+    (tmp_path / "etc").mkdir()
+    annotation = Annotation(tmp_path / "etc")
+    (tmp_path / "token").write_text("a token of sixteen or more")
+    (tmp_path / "token").chmod(0o600)
+    anywhere.env[VARIABLE] = str(annotation.path)
+    for i in (1, 2, 3):
+        anywhere.agent(i, f"--token-file={tmp_path / 'token'}", nnodes="1:3")
+    anywhere.round(3)
+    anywhere.agents[0].kill()
+    workers = anywhere.round(2, after=1)
+    annotation.set("1")
+    (worker,) = anywhere.round(1, after=workers[0].round)
+    assert reason([worker]) == "the job is scaled to 1 node"
+    worker.tell("exit 0")
+    assert [anywhere.ends(agent) for agent in anywhere.agents[1:]] == [0, 0], anywhere.everything()
+
+
 def test_a_node_that_is_lost_is_replaced_by_a_spare_of_a_scaled_job(nodes: Cluster) -> None:
     for i in (1, 2, 3):
         nodes.agent(i, "--last-call=0.1", nnodes="1:3")
