@@ -48,7 +48,7 @@ LONGEST = (
     *("system/test_checkpoints.py", "system/test_elastic.py", "train/test_kinds.py", "system/test_hostile.py", "system/test_example.py"),
     *("rendezvous/test_sim.py", "system/test_planned_stops.py", "system/test_endings.py", "train/test_ways.py"),
     *("agent/test_failure_tracker.py", "train/test_property.py", "system/test_stopping.py", "rendezvous/test_mutants.py"),
-    *("deploy/test_slurm.py", "deploy/test_slurm_requeue.py"),
+    *("deploy/test_slurm.py", "deploy/test_slurm_requeue.py", "deploy/test_slurm_scale.py"),
     *("system/test_chaos.py", "checkpoint/test_mutants.py", "agent/test_process_tree.py", "system/test_restarts.py"),
     *("system/test_silent_loss.py", "agent/test_mutants.py"),
 )

@@ -46,7 +46,10 @@ def pods(engine: Podman, image: str, tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.mark.parametrize("name", ["plain", "raising-script", pytest.param("eviction", marks=pytest.mark.long)])
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("eviction", "scale-command")]
+
+
+@pytest.mark.parametrize("name", ["plain", "raising-script", *LONG])
 def test_a_job_ends_as_the_scenario_promises(pods: Cluster, name: str) -> None:
     job = scenarios.ALL[name](pods)
     assert job.ends().startswith("Failed: PodFailurePolicy" if name == "raising-script" else "Complete"), job.story()

@@ -1,11 +1,13 @@
 """The Job controller of Kubernetes, as far as an Indexed Job with a failure policy needs it.
 
-Not here: schedulers, quotas, finalizers, time limits. Pauses before a retry are a twentieth of those of Kubernetes.
+Not here: quotas, finalizers, time limits, and schedulers but for the number of pods that have a machine. Pauses before a retry are a
+twentieth of those of Kubernetes.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import ipaddress
 import itertools
 import queue
@@ -50,11 +52,14 @@ class Cluster:
     def kind(self, kind: str) -> list[Manifest]:
         return [document for document in self.documents if document["kind"] == kind]
 
-    def apply(self, documents: list[Manifest], image: Callable[[int], list[str]] | None = None) -> Job:
-        """Take the documents, of which one is a Job, and start the Job. ``image``: more options of podman, by index."""
+    def apply(self, documents: list[Manifest], image: Callable[[int], list[str]] | None = None, machines: int | None = None) -> Job:
+        """Take the documents, of which one is a Job, and start the Job.
+
+        ``image``: more options of podman, by index. ``machines``: how many pods have a place, the lowest indexes first; None: all.
+        """
         self.documents += copy.deepcopy(documents)
         (manifest,) = [document for document in documents if document["kind"] == "Job"]
-        job = Job(self, manifest, image)
+        job = Job(self, manifest, image, machines)
         self.jobs.append(job)
         job.begin()
         return job
@@ -132,7 +137,7 @@ class Job:
 
     indexed = True
 
-    def __init__(self, cluster: Cluster, manifest: Manifest, extra: Callable[[int], list[str]] | None) -> None:
+    def __init__(self, cluster: Cluster, manifest: Manifest, extra: Callable[[int], list[str]] | None, machines: int | None) -> None:
         self.cluster, self.spec, self.name = cluster, copy.deepcopy(manifest["spec"]), manifest["metadata"]["name"]
         self.uid, self._extra = str(uuid.uuid4()), extra or (lambda index: [])
         self.pod: Manifest = self.spec["template"]["spec"]
@@ -143,6 +148,7 @@ class Job:
         assert self.spec["completionMode"] == "Indexed" and self.pod["restartPolicy"] == "Never"
         # state
         self.size = self.spec["completions"]
+        self._machines = machines  # pods beyond so many are Pending; None: none is
         self.pods: list[Pod] = []  # all that were ever started
         self._live: dict[int, Pod] = {}  # those whose end has not been judged, by index
         self.status = ""  # "Complete" or "Failed: REASON" at the end
@@ -153,7 +159,7 @@ class Job:
         self._not_before: dict[int, float] = {}
         self._verdict = ""  # what the status will be when the last pod has ended
         self._changed = threading.Condition()
-        self._inbox: queue.Queue[Pod | int | None] = queue.Queue()  # a pod that ended, a new size, None: cancel
+        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()  # what the controller is to do next
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._begun = time.monotonic()
 
@@ -161,13 +167,17 @@ class Job:
         self._thread.start()
 
     def tell(self, pod: Pod) -> None:
-        timer = threading.Timer(BATCH, self._inbox.put, [pod])
+        timer = threading.Timer(BATCH, self._inbox.put, [functools.partial(self._ended, pod)])
         timer.daemon = True
         timer.start()
 
     def scale(self, size: int) -> None:
         """Do what `kubectl patch` of completions and parallelism does."""
-        self._inbox.put(size)
+        self._inbox.put(functools.partial(self._resize, size))
+
+    def place(self, machines: int) -> None:
+        """Give this many pods a machine, as when an autoscaler has found more of them."""
+        self._inbox.put(functools.partial(self._place, machines))
 
     def annotate(self, text: str) -> None:
         """Do what `kubectl annotate pods -l batch.kubernetes.io/job-name=NAME` does with the annotation of a volume."""
@@ -176,7 +186,7 @@ class Job:
                 pod.annotation.set(text)
 
     def cancel(self) -> None:
-        self._inbox.put(None)
+        self._inbox.put(self._cancel)
         self._thread.join(PATIENCE)
 
     def selected(self, labels: dict[str, str]) -> bool:
@@ -225,7 +235,8 @@ class Job:
             told += [f"--- {pod.name} {pod.phase} {pod.code}", *(f"{moment - self._begun:6.1f} s  {line}" for moment, line in said)]
         return "\n".join(told)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Add a line to the story."""
         self.events.append(f"{time.monotonic() - self._begun:6.1f} s  {text}")
 
     def _run(self) -> None:
@@ -234,16 +245,11 @@ class Job:
                 self._start_pods()
                 self._changed.notify_all()
             try:
-                message = self._inbox.get(timeout=self._until_retry())
+                change = self._inbox.get(timeout=self._until_retry())
             except queue.Empty:
                 continue
             with self._changed:
-                if message is None:
-                    self.status = "Failed: cancelled"
-                elif isinstance(message, Pod):
-                    self._ended(message)
-                else:
-                    self._resize(message)
+                change()
                 self._judge()
                 self._changed.notify_all()
 
@@ -254,17 +260,25 @@ class Job:
     def _start_pods(self) -> None:
         for index in range(self.size):
             done = index in self._live or index in self.succeeded or index in self.failed
-            if self._verdict or done or len(self._live) >= self.size or self._not_before.get(index, 0.0) > time.monotonic():
+            room = self.size if self._machines is None else min(self.size, self._machines)
+            if self._verdict or done or len(self._live) >= room or self._not_before.get(index, 0.0) > time.monotonic():
                 continue
             self._not_before.pop(index, None)
             pod = Pod(self, index)
             self.pods.append(pod)
             self._live[index] = pod
-            self._note(f"{pod.name} starts")
+            self.note(f"{pod.name} starts")
             pod.start(self.cluster.image, [*self.cluster.options, *self._extra(index)])
 
+    def _cancel(self) -> None:
+        self.status = "Failed: cancelled"
+
+    def _place(self, machines: int) -> None:
+        self.note(f"{machines} pods have a machine")
+        self._machines = machines
+
     def _resize(self, size: int) -> None:
-        self._note(f"scaled from {self.size} to {size}")
+        self.note(f"scaled from {self.size} to {size}")
         self.size = size
         self.succeeded = {index for index in self.succeeded if index < size}
         for index, pod in list(self._live.items()):
@@ -275,7 +289,7 @@ class Job:
         assert pod.code is not None
         del self._live[pod.index]
         action = "deleted" if pod.deleted else "" if pod.code == 0 else self._action(pod)
-        self._note(f"{pod.name} ended with {pod.code}{' out of memory' * pod.oom_killed}{' disrupted' * pod.disrupted} {action}".rstrip())
+        self.note(f"{pod.name} ended with {pod.code}{' out of memory' * pod.oom_killed}{' disrupted' * pod.disrupted} {action}".rstrip())
         if pod.code == 0 and pod.index < self.size:
             self.succeeded.add(pod.index)
         elif action == "FailJob":
@@ -317,7 +331,7 @@ class Job:
                 self._finish("Failed: FailedIndexes" if self.failed else "Complete")
         if self._verdict and not self._live and not self.status:
             self.status = self._verdict
-            self._note(self.status)
+            self.note(self.status)
 
     def _fulfilled(self, rule: Manifest) -> bool:
         wanted = set(range(self.size))
@@ -329,6 +343,6 @@ class Job:
     def _finish(self, verdict: str) -> None:
         if not self._verdict:
             self._verdict = verdict
-            self._note(f"will be {verdict}")
+            self.note(f"will be {verdict}")
             for pod in self._live.values():
                 pod.terminate(disruption=False)

@@ -101,6 +101,10 @@ class Pod:
         """Call podman for this container: ``do("pause")``."""
         self.job.cluster.podman(*command, self.name)
 
+    def run(self, *command: str) -> str:
+        """Run a command in the container, as `kubectl exec` does, and return what it prints. Raises RuntimeError when it fails."""
+        return self.job.cluster.podman("exec", self.name, *command)
+
     def get(self, path: str, port: int = 8080, patience: float = 30) -> tuple[int, str]:
         """Ask the pod by HTTP, as a probe of the kubelet does; 0 when nobody answers."""
         try:

@@ -73,15 +73,19 @@ def slow(size: int = 3, name: str = "cpu-smoke", **variables: str) -> list[Manif
     return documents
 
 
-def start_slowly(cluster: Cluster, documents: list[Manifest]) -> Job:
+def start_slowly(cluster: Cluster, documents: list[Manifest], machines: int | None = None) -> Job:
     (cluster.claim("smoke-train") / "slow").touch()
-    return cluster.apply(documents)
+    return cluster.apply(documents, machines=machines)
 
 
-def saved(cluster: Cluster) -> None:
-    """Wait until there is a checkpoint that counts."""
+def saved(cluster: Cluster, after: int = 0) -> None:
+    """Wait until there is a checkpoint that counts, of a step later than ``after``."""
     folder = cluster.claim("smoke-train") / "digits"
-    until(lambda: list(folder.glob("step-*/commit.json")), "a checkpoint", PATIENCE)
+
+    def steps() -> list[int]:
+        return [int(path.parent.name.removeprefix("step-")) for path in folder.glob("step-*/commit.json")]
+
+    until(lambda: max(steps(), default=0) > after, f"a checkpoint after step {after}", PATIENCE)
 
 
 def hurry(cluster: Cluster) -> None:
@@ -199,6 +203,45 @@ def scaled(cluster: Cluster) -> Job:
     trained(job)
     assert len(job.pods) == 4 and not any(job.retries(index) for index in range(4)), job.story()
     return job
+
+
+def scale_command(cluster: Cluster) -> Job:
+    """Calls of `elastirun scale` in a pod: 2 starts the first round while two of four pods are Pending; 4 and 3 lose no step."""
+    documents = slow(size=4, PET_LAST_CALL=f"{10 * PATIENCE:g}", PET_LOG_DIR="/checkpoints/logs")
+    job = start_slowly(cluster, documents, machines=2)
+    job.at(0).says("2 of at most 4 nodes joined")
+    scale(job, 2, "2 joined", where=0)
+    saved(cluster)
+    job.place(4)
+    for index in (2, 3):
+        job.at(index).says("round 1 has its 2 nodes; this node is a spare")
+    scale(job, 4, "2 in the round", where=3)  # a spare
+    ended = [int(step) for step in re.findall(r"all workers stop after step (\d+)", job.at(0).output)]
+    saved(cluster, after=ended[0])
+    scale(job, 3, "4 in the round", where=1)
+    job.at(3).says("round 3 has its 3 nodes; this node is a spare")
+    hurry(cluster)
+    trained(job)
+    assert len(job.pods) == 4 and all(succeeded(job, index) for index in range(4)), job.story()
+    ended, began = (re.findall(rf"{text} after step (\d+)", job.at(0).output) for text in ("all workers stop", "going on"))
+    assert ended == began and len(began) == 2, job.story()
+    lines = [json.loads(line) for path in cluster.claim("smoke-train").glob("logs/*/events.jsonl") for line in path.open()]
+    assert {line["repeated"] for line in lines if line["event"] == "round_spent"} == {0}, job.story()
+    causes = {(line["round"], line["cause"]) for line in lines if line["event"] == "broken"}
+    assert causes == {(1, "join"), (2, "join")}, causes
+    return job
+
+
+def scale(job: Job, count: int, now: str, where: int) -> None:
+    """Call `elastirun scale` in the pod of index ``where``, and wait until so many workers train."""
+    before, called = len(job.at(0).lines), time.monotonic()
+    printed = job.at(where).run("elastirun", "scale", str(count))
+    assert printed.endswith(f"': {count} nodes wanted, {now}"), printed
+    for index in range(count):
+        job.at(index).says(rf"round \d+: {count} nodes, {count} workers")
+    begun = time.monotonic()
+    job.at(0).says(f"{count} workers on cpu", before)
+    job.note(f"scaled to {count}: round {begun - called:.1f} s after the call, training {time.monotonic() - called:.1f} s after")
 
 
 def lost_store(cluster: Cluster) -> Job:
@@ -372,6 +415,7 @@ ALL: dict[str, Scenario] = {
     "killed-agent": killed_agent,
     "paused": paused,
     "scaled": scaled,
+    "scale-command": scale_command,
     "sick-machine": sick_machine,
     "excluded": excluded,
     "lost-store": lost_store,
