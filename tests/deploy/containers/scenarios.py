@@ -207,7 +207,10 @@ def scaled(cluster: Cluster) -> Job:
 
 def scale_command(cluster: Cluster) -> Job:
     """Calls of `elastirun scale` in a pod: 2 starts the first round while two of four pods are Pending; 4 and 3 lose no step."""
-    documents = slow(size=4, PET_LAST_CALL=f"{10 * PATIENCE:g}", PET_LOG_DIR="/checkpoints/logs")
+    (cluster.claim("smoke-train") / "train.py").write_text(SLOWLY)
+    settings = {"PET_LAST_CALL": f"{10 * PATIENCE:g}", "PET_LOG_DIR": "/checkpoints/logs", "PET_PRELOAD": "torch,sklearn.datasets"}
+    documents = smoke(size=4, **settings)
+    container_of(documents)["args"] = ["/checkpoints/train.py", f"--epochs={EPOCHS}"]
     job = start_slowly(cluster, documents, machines=2)
     job.at(0).says("2 of at most 4 nodes joined")
     scale(job, 2, "2 joined", where=0)
