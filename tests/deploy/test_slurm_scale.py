@@ -55,7 +55,7 @@ class LiveJob(Job):
         late.write_text(LATE.format(there=self.folder, elastirun=ELASTIRUN))
         late.chmod(0o755)
         training = {"TEST_LOG": str(self.log), "TEST_SAMPLES": str(SAMPLES), "TEST_BATCH": str(BATCH), "TEST_EPOCHS": str(EPOCHS)}
-        settings = {"PET_LAST_CALL": LAST_CALL, "TEST_PAUSE": "0.5", "OMP_NUM_THREADS": "1"}
+        settings = {"PET_LAST_CALL": LAST_CALL, "PET_PRELOAD": "torch", "TEST_PAUSE": "0.5", "OMP_NUM_THREADS": "1"}
         super().__init__(cluster, nodes, nnodes=4, PATH=f"{late.parent}:{nodes.env['PATH']}", **training, **settings)
 
     def let_in(self, *names: str) -> None:
