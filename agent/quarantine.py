@@ -87,6 +87,8 @@ class Quarantine(Part):
 
     def __post_init__(self) -> None:
         self.strikes: list[str] = []  # why this node has had each, the oldest first
+        self.failures_caused = 0  # rounds that ended by a failure of this node's worker; counted without --strikes, too
+        self._own_failure: Suspicion | None = None  # a failure that may be one of them
         self._phase = Participation.IN
         self._since = 0.0  # when the phase began
         self._suspicion: Suspicion | None = None  # a strike that this node may have had
@@ -113,7 +115,7 @@ class Quarantine(Part):
         if not self._tracker.stopped:
             return
         limit = self._config.strikes
-        self._suspicion = strikes.suspect(self._number, self._tracker.failures)
+        self._suspicion = self._own_failure = strikes.suspect(self._number, self._tracker.failures)
         if self._stragglers.named and limit:
             self._suspicion = None  # one round, one strike
             self._strike(f"rank {min(self._stragglers.named)} was a straggler in round {self._number}")
@@ -129,6 +131,9 @@ class Quarantine(Part):
 
     def see(self, record: RoundRecord | None, now: float) -> None:
         """Take in the round record: it tells whether a failure of this node was the cause of the end of its round."""
+        if self._own_failure is not None and record is not None and (caused := self._own_failure.holds(record)) is not None:
+            self.failures_caused += caused
+            self._own_failure = None
         if self._suspicion is not None and self._phase is Participation.IN and record is not None:
             holds = self._suspicion.holds(record)
             if holds and self._config.strikes:

@@ -72,6 +72,7 @@ class Snapshot:
     joins_waiting: int  # nodes that this node knows of and that wait for the next round, itself included
     failures: int  # that count against --max-restarts
     max_restarts: int
+    failures_caused: int  # rounds that ended by a failure of a worker of this node
     strikes: int  # of this node, since its start or since it has sat out
     hangs: int  # times that the workers of this node were found to hang
     restarts: Mapping[str, int]  # rounds that ended before their work was done while this agent ran, by cause
@@ -105,6 +106,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         joins_waiting=_joins_waiting(machine),
         failures=record.failures if record else 0,
         max_restarts=config.max_restarts,
+        failures_caused=parts.quarantine.failures_caused,
         strikes=len(parts.quarantine.strikes),
         hangs=parts.hangs.hangs,
         restarts={cause: parts.rounds.ended[cause] for cause in CAUSES},

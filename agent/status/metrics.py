@@ -63,6 +63,9 @@ def _families(snapshot: Mapping[str, Any], states: Iterable[str]) -> list[Any]:
         by_label(restarts, snapshot["restarts"]),
         gauge("failures", "Failures of workers of the job that count against --max-restarts.", snapshot["failures"]),
         gauge("max_restarts", "--max-restarts: with more failures the job fails.", snapshot["max_restarts"]),
+        CounterMetricFamily(
+            "elastirun_failures_caused", "Rounds ended by a failure of a worker of this node.", snapshot["failures_caused"]
+        ),
         CounterMetricFamily("elastirun_hangs", "Times that the workers of this node were found to hang.", snapshot["hangs"]),
         gauge("stragglers", "Workers of this node that compute for longer than the others of the job.", len(slow)),
         by_label(factors, slow),
@@ -72,7 +75,7 @@ def _families(snapshot: Mapping[str, Any], states: Iterable[str]) -> list[Any]:
         by_label(steps, {str(worker["local_rank"]): worker["steps"] for worker in snapshot["steps"]}),
         by_label(ages, {str(worker["local_rank"]): worker["seconds_since_step"] for worker in snapshot["steps"]}),
         by_label(spent, {kind: seconds for kind, seconds in account["seconds"].items() if seconds is not None}),
-        by_label(lost, account["lost_seconds"]),
+        by_label(lost, {**dict.fromkeys(snapshot["restarts"], 0.0), **account["lost_seconds"]}),
         gauge("goodput_ratio", "The part of this agent's time that was training that counted.", account["goodput"]),
         gauge("keep_alive_age_seconds", "Seconds since the store last acknowledged a keep-alive.", snapshot["seconds_since_keep_alive"]),
         gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", snapshot["checkpoints_held_bytes"]),

@@ -32,6 +32,7 @@ NOW = Snapshot(
     joins_waiting=1,
     failures=1,
     max_restarts=3,
+    failures_caused=5,
     strikes=2,
     hangs=4,
     restarts={**dict.fromkeys(CAUSES, 0), "failure": 2},
@@ -73,7 +74,8 @@ def test_metrics_are_what_prometheus_reads() -> None:
         (("on", "training"),): 80.0,
         (("on", "restarting"),): 20.0,
     }
-    assert found[("elastirun_lost_seconds", (("cause", "failure"),))] == 20.0
+    for cause in CAUSES:  # 0 from the beginning: the first loss is an increase, too
+        assert found.pop(("elastirun_lost_seconds", (("cause", cause),))) == 20.0 * (cause == "failure")
     assert {name: value for (name, labels), value in found.items() if not labels} == {
         "elastirun_round": 3,
         "elastirun_world_size": 16,
@@ -83,6 +85,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
         "elastirun_hangs_total": 4,
         "elastirun_stragglers": 1,
         "elastirun_joins_waiting": 1,
+        "elastirun_failures_caused_total": 5,
         "elastirun_strikes": 2,
         "elastirun_goodput_ratio": 0.8,
         "elastirun_round_age_seconds": 12.5,

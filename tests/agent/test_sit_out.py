@@ -101,11 +101,23 @@ def test_before_the_machine_hears_that_the_node_sits_out_nothing_ends_what_is_pa
     assert not node.ends_round(OWN) and order == ["sits out", "ends them"]
 
 
-def test_without_strikes_nothing_is_counted_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_strikes_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 0, SPARE)
     assert node.ends_round(OWN, stragglers=(1,))
     node.sees(NEXT)
     assert (node.sit_out.strikes, node.lines, node.looked) == ([], [], 0)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_each_failure_that_this_node_caused_is_counted_once_with_and_without_strikes(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    node = Node(monkeypatch, limit, SPARE)
+    node.ends_round(OWN, stragglers=(1,))  # one strike for both; with a limit of 1 the node sits out
+    for _ in range(2):
+        node.sees(NEXT)
+    assert node.sit_out.failures_caused == 1
+    node.ends_round(OWN, number=4)
+    node.sees(replace(NEXT, round=5, reason="rank 0 on name-a failed (exit code 1)"))
+    assert node.sit_out.failures_caused == 1, "another node was the cause"
 
 
 def test_a_failure_of_which_another_node_was_the_cause_is_no_strike(monkeypatch: pytest.MonkeyPatch) -> None:
