@@ -63,9 +63,7 @@ def _families(snapshot: Mapping[str, Any], states: Iterable[str]) -> list[Any]:
         by_label(restarts, snapshot["restarts"]),
         gauge("failures", "Failures of workers of the job that count against --max-restarts.", snapshot["failures"]),
         gauge("max_restarts", "--max-restarts: with more failures the job fails.", snapshot["max_restarts"]),
-        CounterMetricFamily(
-            "elastirun_failures_caused", "Rounds ended by a failure of a worker of this node.", snapshot["failures_caused"]
-        ),
+        CounterMetricFamily("elastirun_failures_caused", "Rounds ended by a failure of this node's worker.", snapshot["failures_caused"]),
         CounterMetricFamily("elastirun_hangs", "Times that the workers of this node were found to hang.", snapshot["hangs"]),
         gauge("stragglers", "Workers of this node that compute for longer than the others of the job.", len(slow)),
         by_label(factors, slow),
