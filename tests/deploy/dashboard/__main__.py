@@ -1,6 +1,6 @@
 """Draws the dashboard of a real job of four nodes that goes through ten faults, as a browser shows it with Grafana's own components.
 
-    python -m tests.deploy.dashboard docs/dashboard.png              ten faults on four nodes: 11 minutes
+    python -m tests.deploy.dashboard docs/dashboard.png              ten faults on four nodes: 12 minutes or more
     python -m tests.deploy.dashboard OUT.png --prometheus http://HOST:9090 --last 3600     what a Prometheus has already
 
 Needs npm of Node 20.11 or later, and chromium; for the job also prometheus and torch. npm fetches 440 MB into build/dashboard the first

@@ -21,7 +21,7 @@ try {
   const page = await browser.newPage({ viewport: { width, height: 1000 } });
   page.on("pageerror", (error) => wrong.push(error.stack));
   await page.goto(`http://127.0.0.1:${server.httpServer.address().port}/?${query}`);
-  await page.waitForFunction(() => document.title === "drawn", null, { timeout: 60_000 });
+  await page.waitForFunction(() => document.title === "drawn", null, { timeout: 300_000 });
   wrong.push(...(await page.evaluate(() => document.problems)));
   await (await page.$("#page")).screenshot({ path: out });
 } catch (error) {
