@@ -374,7 +374,7 @@ def test_attributes_are_counted() -> None:
     assert isinstance(node, ast.ClassDef) and attributes(node) == {"a", "b", "c", "d"}
 
 
-MOST_CODE, MOST_MODULES = 34_000, 380  # of the product, see docs/decisions/0031, 0033 and 0034
+MOST_CODE, MOST_MODULES = 34_150, 380  # of the product, see docs/decisions/0031, 0033 and 0034
 
 
 def lines_of_code(source: str) -> int:
