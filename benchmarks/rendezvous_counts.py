@@ -14,6 +14,8 @@ import argparse
 import heapq
 import itertools
 import json
+import random
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,8 +29,9 @@ from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 from elastirun.rendezvous.wire.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import Event, SyncFailed, Tick, WorkersStopped
-from elastirun.rendezvous.wire.records import NodeRow, Place
-from elastirun.rendezvous.wire.sync import SyncProtocol
+from elastirun.rendezvous.wire.lists import MemberLists
+from elastirun.rendezvous.wire.records import MemberList, NodeRow, Place, RoundRecord
+from elastirun.rendezvous.wire.sync import Steps, SyncProtocol
 
 T = TypeVar("T")
 WAY = 0.002  # seconds from a node to the store, as in a data centre
@@ -68,6 +71,38 @@ class Remembering(Codec):
         return record
 
 
+class SharedLists(MemberLists):
+    """Lists of members that are decoded once for all nodes of this process."""
+
+    _shared: ClassVar[dict[str, tuple[MemberList, bytes]]] = {}
+
+    def take(self, digest: str, stored: bytes) -> MemberList:
+        return self._taken(digest) or super().take(digest, stored)
+
+    def take_changes(self, digest: str, stored: bytes) -> MemberList | None:
+        known = any(other.encode() in zlib.decompress(stored) for other in self._known)
+        return (known and self._taken(digest)) or super().take_changes(digest, stored)
+
+    def _taken(self, digest: str) -> MemberList | None:
+        if digest in self._shared:
+            self._remember(digest, *self._shared[digest])
+        return self.get(digest)
+
+    def _remember(self, digest: str, members: MemberList, data: bytes) -> None:
+        super()._remember(digest, *self._shared.setdefault(digest, (members, data)))
+
+
+class CrowdProtocol(SyncProtocol):
+    """The sync protocol of one of many nodes, which share what they have read: in a cluster each has it in its own memory."""
+
+    lists_type = SharedLists
+    _shared: ClassVar[dict[RoundRecord, RoundRecord]] = {}  # by record as it is stored
+
+    def _whole_record(self, short: RoundRecord) -> Steps:
+        whole = yield from super()._whole_record(short)
+        return self._shared.setdefault(short, whole)
+
+
 class CountedStore:
     """A store in memory that counts its operations."""
 
@@ -82,6 +117,10 @@ class CountedStore:
         found = self._store.get(wanted)
         self._tally.count(*wanted, *found.values(), operations=len(wanted))
         return found
+
+    def has(self, key: str) -> bool:
+        self._tally.count(key)
+        return self._store.has(key)
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         found = self._store.put_if(key, expected, value)
@@ -108,9 +147,10 @@ class CountedStore:
 
 
 def node_row(index: int, process: int = 1) -> NodeRow:
-    """Return the row of a node, with names as long as in a cluster."""
-    name = f"node{index:05}"
-    return NodeRow(f"{name}-{process}-00c0ffee", name, f"10.{index // 62500}.{index // 250 % 250}.{index % 250 + 1}", 40000, 8)
+    """Return the row of a node, with names as long and as unlike as in a cluster: process and port are different on each node."""
+    name, drawn = f"node{index:05}", random.Random(f"{index} {process}")
+    node_id = f"{name}-{drawn.randrange(1000, 99999)}-{drawn.getrandbits(32):08x}"
+    return NodeRow(node_id, name, f"10.{index // 62500}.{index // 250 % 250}.{index % 250 + 1}", drawn.randrange(32768, 60999), 8)
 
 
 def rules(nodes: int) -> Rules:
@@ -135,12 +175,13 @@ class Crowd:
         self._sizes: Counter[int] = Counter()  # by number of members: how many nodes run such a round
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
-        rows = [replace(node_row(i), standby=40001) for i in range(nodes)]
+        rows = [replace(node_row(i), standby=node_row(i, 2).port) for i in range(nodes)]
         self._machines = [Machine(lossy(nodes), row, 0.3 * i / nodes, f"store-of-{i}") for i, row in enumerate(rows)]
         self._index = {row.id: i for i, row in enumerate(rows)}
         self._codec = Remembering()
         self._stores: dict[str, CountedStore] = {}
-        self._protocols: dict[int, tuple[str, SyncProtocol]] = {}  # by node: of its last connection, and the name of the store
+        ways: list[SyncProtocol] = [CrowdProtocol("job/", row.id, self._codec, lambda: self.t) for row in rows]
+        self._protocols = [("", way) for way in ways]  # by node: the store that it is connected to, and the protocol
         self._armed = [0] * nodes
         for i in range(nodes):
             self._at(0.3 * i / nodes, i, Tick)
@@ -162,7 +203,7 @@ class Crowd:
                 self._sizes[self._round.pop(index)] -= 1
                 self._at(0.0, index, lambda now: WorkersStopped(now, ()))
             elif isinstance(action, Reconnect):
-                self._protocols.pop(index, None)
+                self._protocols[index] = "?", self._protocols[index][1]
             elif isinstance(action, Finish):
                 self.ended.append(f"node {index}: {action.reason}")
         self._armed[index] += 1
@@ -194,9 +235,9 @@ class Crowd:
         name = at.name if at else ""
         if name not in self._stores:
             self._stores[name] = CountedStore(self.tally)
-        connected, protocol = self._protocols.get(index, (name, None))
-        if protocol is None or connected != name:
-            protocol = SyncProtocol("job/", self._machines[index].row.id, self._codec, lambda: self.t)
+        connected, protocol = self._protocols[index]
+        if connected != name:
+            protocol = protocol.fresh(name)
             self._protocols[index] = name, protocol
         return protocol, self._stores[name]
 

@@ -71,12 +71,13 @@ class StoreLink:
             self.schedule.soon()
         self.rows = rows
         self.plan.answered(asked.rows, len(rows))
-        members = event.round.ids if event.round else ()
+        round = event.round
+        members = round.ids if round and asked.rows is None else ()
         seqs = dict.fromkeys(members if asked.rows is None else asked.rows, -1) | {row.id: row.seq for row in rows.values()}
         seqs.pop(self.me, None)
         self.live.observe(seqs, event.started, event.now)
         if self.plan.sees_all or running:
-            self.live.forget_all_but({*seqs, *members})
+            self.live.forget_unless(lambda i: i in seqs or (round is not None and round.index(i) is not None))
         return self.live.next_verdict(event.now)
 
     def stood_still(self, now: float, seconds: float, hosting: bool) -> None:

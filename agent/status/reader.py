@@ -224,7 +224,7 @@ class StatusReader:
         liveness = self._watched.setdefault(sight.watched, Liveness(math.inf))
         if sight.at.rows_change:
             liveness.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
-        liveness.forget_all_but(set(synced.rows))
+        liveness.forget_unless(synced.rows.__contains__)
         steps = tuple(sorted({one for agent in agents for one in agent.steps}, key=lambda one: one.rank))
         live = {rank for agent in agents for rank in agent.live}
         finished = {rank for agent in agents for rank in agent.finished}

@@ -10,7 +10,7 @@ the row vanishes with its lease, and its node is silent once the row has been ab
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elastirun.rendezvous.timing import SURE, Lease
@@ -119,9 +119,9 @@ class Liveness:
         seen = self._seen.get(node_id)
         return seen is not None and not seen.proven and now < self._since(seen) + patience
 
-    def forget_all_but(self, ids: set[str]) -> None:
-        """Forget all other nodes, so that memory does not grow with the number of agents that ever were."""
-        for node_id in self._seen.keys() - ids:
+    def forget_unless(self, counts: Callable[[str], bool]) -> None:
+        """Forget the nodes that do not count any more, so that memory does not grow with the number of agents that ever were."""
+        for node_id in [i for i in self._seen if not counts(i)]:
             del self._seen[node_id]
         self.found_silent = self.found_silent.intersection(self._seen)
 

@@ -65,11 +65,15 @@ class View:
 
         A member that runs has found so, which serves nodes that do not read all rows. So has one that has succeeded, and is gone since.
         """
-        if any(map(self.has_succeeded, self.record.members)):
+        record = self.record
+        found = {i: row for i, row in self.rows.items() if record.index(i) is not None}  # in a large job few rows are read
+        if any(row.succeeded == record.round for row in found.values()):
             return True
-        rows = [stored if m.id == self.me else self.rows.get(m.id) for m in self.record.members]
-        stand = [row.status for row in rows if row is not None and row.round == self.record.round]
-        return Status.RUNNING in stand or Status.DONE in stand or stand == [Status.READY] * len(rows)
+        if stored is not None:
+            found[self.me] = stored
+        stand = [row.status for row in found.values() if row.round == record.round]
+        all_ready = len(stand) == len(record.members) and set(stand) == {Status.READY}
+        return Status.RUNNING in stand or Status.DONE in stand or all_ready
 
     def may_have_lost_more(self, own: NodeRow, late: float) -> bool:
         """Return whether a member that this node watches is absent or quiet for ``late`` seconds, or was found silent by this node.

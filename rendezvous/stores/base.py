@@ -23,6 +23,9 @@ class Store(Protocol):
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Return the values of those ``keys`` that exist."""
 
+    def has(self, key: str) -> bool:
+        """Return whether ``key`` exists, without its value."""
+
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         """Set ``key`` to ``value`` if it holds ``expected`` (None: if it does not exist).
 

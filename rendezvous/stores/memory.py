@@ -27,9 +27,12 @@ class MemoryStore(Store):
                 self._data[key] = value
             return self._data.get(key)
 
-    def keep_alive(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
         with self._lock:
-            return key in self._data  # there are no leases: a value stays as long as the store
+            return key in self._data
+
+    def keep_alive(self, key: str) -> bool:
+        return self.has(key)  # there are no leases: a value stays as long as the store
 
     def delete(self, key: str) -> None:
         with self._lock:

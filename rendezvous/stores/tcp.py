@@ -85,6 +85,11 @@ class TcpStore:
         with _translated():
             return self._connection.get(keys)
 
+    def has(self, key: str) -> bool:
+        with _translated():
+            self._connection.send(tcp_wire.check(key))
+            return self._connection.receive(1) == tcp_wire.CAME
+
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         if not (expected or key.startswith(self._creates)):
             return self.get([key]).get(key)

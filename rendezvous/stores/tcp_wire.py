@@ -19,6 +19,7 @@ HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client
 CANCEL_WAIT = b"\x0c"  # ends a wait; answered with ``CANCELED``
 LIST_KEYS = b"\x11"  # answered with the number of keys, in eight bytes, and the keys; by that of torch 2.6 to 2.9 with a hang-up
 CAME, CANCELED = b"\0", b"\1"  # answers to a wait: every key exists, and to its end
+ABSENT = b"\1"  # answer to a check: ``CAME``, or this
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
 AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours, and of answers that are not waited for
 NEVER_WAITS = 8192  # bytes that a connection takes without waiting when all before are answered; a send buffer has 16 KiB at first
@@ -50,6 +51,11 @@ def compare_set(key: str, expected: bytes, value: bytes) -> bytes:
 def read(key: str, never: bytes) -> bytes:
     """Return the request to read ``key``. It is answered with the value; without one, ``never``, which is no value of any key."""
     return compare_set(key, never, never)
+
+
+def check(key: str) -> bytes:
+    """Return the request to say whether ``key`` exists. It is answered with ``CAME`` or ``ABSENT``."""
+    return b"\x05" + struct.pack("<Q", 1) + _key(key)
 
 
 def delete_key(key: str) -> bytes:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from elastirun.errors import BadRecord, BadSignature
 
-FORMAT = 13  # raised when a field is added or changes its meaning
+FORMAT = 14  # raised when a field is added or changes its meaning
 MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
 MAX_TEXT = 1024  # characters of any one string; enough for a line of stderr or a reason
 MAX_ITEMS = 16_384  # entries of any one list; more than the nodes of any job

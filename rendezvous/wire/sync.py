@@ -5,7 +5,6 @@ A generator yields the operations and the caller executes them, so the protocol 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,14 +14,13 @@ from elastirun.errors import BadRecord, StoreError, UnreadableMembers, Unreadabl
 from elastirun.rendezvous.wire.actions import Change, Put, Sync
 from elastirun.rendezvous.wire.codec import MAX_TEXT, Codec, clip
 from elastirun.rendezvous.wire.events import Synced
+from elastirun.rendezvous.wire.lists import MemberLists
 from elastirun.rendezvous.wire.records import MemberList, NodeRow, Place, RoundRecord, Status, Vote
 
 KEPT = "elastirun/"  # prefix of every key of the agents, in a store that workers share
 OWNER = "elastirun/owner"  # in a standby store: its ``Place.name``; a later agent may serve another one at the same port
 CLEAR_LIMIT = 1.5  # seconds; half of EXCHANGE_LIMIT, so that an exchange that was given up deletes nothing any more
 MAX_ROW = 256 << 10  # bytes; enough for 30 stderr lines of each of eight failed workers
-
-LISTS = 4  # lists of members that are remembered: in a store that takes over, the votes of a thousand nodes may name two or three rounds
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,10 @@ def _get(keys: Sequence[str]) -> Operation:
 
 def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
     return lambda store: store.put_if(key, expected, value)
+
+
+def _delete(key: str) -> Operation:
+    return lambda store: store.delete(key)
 
 
 def _list(record: RoundRecord) -> MemberList:
@@ -78,8 +80,10 @@ class SyncProtocol:
     """Turns each ``Sync`` into store operations. ``job`` is the prefix of every key, ``me`` this node's id.
 
     What is signed for one store (``Codec.store``) means nothing in another one. Only lists of members hold everywhere, because a signed
-    record has the digest of their bytes.
+    record has the digest of their bytes (lists.py).
     """
+
+    lists_type = MemberLists
 
     def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
         self._job = job
@@ -88,10 +92,9 @@ class SyncProtocol:
         self.vote_keys = (f"{job}vote/", f"{job}members/")  # the keys that ``put_vote`` writes begin so
         self._me = me
         self._codec = codec
-        self._list_codec = replace(codec, store="")
+        self._lists = self.lists_type(replace(codec, store=""), job + "members")
         self._clock = clock
         self._newest: RoundRecord | None = None  # record that was read
-        self._listed: dict[str, tuple[MemberList, bytes]] = {}  # by digest: the lists that were read or written last, and their bytes
         self._voted: set[str] = set()  # digests of the lists that were written beside votes: no list is deleted while votes count
         self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as stored, and the same with its members
         self._known: dict[str, tuple[bytes, Any]] = {}  # bytes and record by key: parsing 1,000 unchanged rows again would cost 50 ms
@@ -101,8 +104,8 @@ class SyncProtocol:
 
         It knows the newest record and the lists of members, and shares no mutable state.
         """
-        other = SyncProtocol(self._job, self._me, replace(self._codec, store=store), self._clock)
-        other._newest, other._listed = self._newest, dict(self._listed)
+        other = type(self)(self._job, self._me, replace(self._codec, store=store), self._clock)
+        other._newest, other._lists = self._newest, self._lists.copy()
         return other
 
     def carry_out(self, store: Any, sync: Sync, started: float, answered: Callable[[], None] = lambda: None) -> Synced:
@@ -173,8 +176,9 @@ class SyncProtocol:
         value = self._codec.encode(key, after)
         found = yield _put_if(key, None if before is None else self._encode(key, before), value)
         if found == value and before is not None and before.members_digest not in ("", after.members_digest):
-            old = self._members_key(before.members_digest)
-            yield lambda store: store.delete(old)
+            yield _delete(self._members_key(before.members_digest))
+            if self._lists.any_large(before.members_digest):
+                yield _delete(self._changes_key(before.members_digest))
 
     def scale(self, wanted: int) -> Steps:
         """Want ``wanted`` nodes from now on; 0: as many as --nnodes allows. Return the record as it was; None: there is none.
@@ -242,10 +246,13 @@ class SyncProtocol:
         return (yield from self._parse_round((yield _get([self.round_key])).get(self.round_key)))
 
     def _put_members(self, members: MemberList) -> Steps:
-        digest, data = self._encode_list(members)
-        found = yield _put_if(self._members_key(digest), None, data)
+        digest = self._lists.digest(members)
+        key, data, changes = self._members_key(digest), self._lists.whole(digest), self._lists.changes(digest)
+        found = yield _put_if(key, None, data)
         if found is not None and found != data:
-            yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
+            yield _put_if(key, found, data)  # somebody else has written there, or another version of zlib
+        if changes:
+            yield _put_if(self._changes_key(digest), None, changes)
 
     def put_vote(self, vote: Vote) -> Steps:
         """Write the vote over an older one of this node, with its members beside it: a thousand nodes vote for the same round.
@@ -254,7 +261,9 @@ class SyncProtocol:
         """
         short = self._short(vote.record)
         if vote.record.members and short.members_digest not in self._voted:
-            yield from self._put_members(_list(vote.record))
+            listed = self._members_key(short.members_digest)
+            if not (yield lambda store: store.has(listed)):
+                yield from self._put_members(_list(vote.record))
             self._voted.add(short.members_digest)
         key = self._vote_key(vote.id)
         value = self._codec.encode(key, replace(vote, record=short))
@@ -309,34 +318,23 @@ class SyncProtocol:
         return replace(short, members=found.members, quorums=found.quorums, members_digest="")
 
     def _read_members(self, digest: str) -> Steps:
-        if digest not in self._listed:
-            key = self._members_key(digest)
-            data = (yield _get([key])).get(key, b"")
-            if hashlib.sha256(data).hexdigest() != digest:
-                raise BadRecord(f"{key}: the members are missing there, or others")
-            self._remember(digest, self._list_codec.decode(self._job + "members", data, MemberList), data)
-        return self._listed[digest][0]
-
-    def _encode_list(self, members: MemberList) -> tuple[str, bytes]:
-        """Return the digest and the bytes of a list of members."""
-        for digest, (known, data) in self._listed.items():
-            if known == members:
-                return digest, data
-        data = self._list_codec.encode(self._job + "members", members)
-        digest = hashlib.sha256(data).hexdigest()
-        self._remember(digest, members, data)
-        return digest, data
-
-    def _remember(self, digest: str, members: MemberList, data: bytes) -> None:
-        self._listed[digest] = members, data
-        for old in list(self._listed)[:-LISTS]:
-            del self._listed[old]
+        """Return the list: known, or made of a known one and what differs, or read whole."""
+        if (known := self._lists.get(digest)) is not None:
+            return known
+        if self._lists.any_large():
+            key = self._changes_key(digest)
+            changes = (yield _get([key])).get(key)
+            with suppress(BadRecord):  # somebody else has written there
+                if changes and (found := self._lists.take_changes(digest, changes)) is not None:
+                    return found
+        key = self._members_key(digest)
+        return self._lists.take(digest, (yield _get([key])).get(key, b""))
 
     def _short(self, record: RoundRecord) -> RoundRecord:
         """Return the record as it is stored, without the members: a thousand nodes read it twice a second."""
         if not record.members:
             return record
-        return replace(record, members=(), quorums=(), members_digest=self._encode_list(_list(record))[0])
+        return replace(record, members=(), quorums=(), members_digest=self._lists.digest(_list(record)))
 
     def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
         rows: dict[str, NodeRow] = {}
@@ -391,3 +389,6 @@ class SyncProtocol:
 
     def _members_key(self, digest: str) -> str:
         return f"{self._job}members/{digest}"
+
+    def _changes_key(self, digest: str) -> str:
+        return f"{self._job}members/{digest}-changes"

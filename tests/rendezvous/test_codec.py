@@ -90,16 +90,16 @@ def test_the_spelling_is_what_other_versions_expect() -> None:
     """When this fails because a field was added or means something else, ``FORMAT`` must rise."""
     assert PLAIN.encode(KEY, NodeRow("i", "n", "a", 1, 2, node_rank=3)) == (
         b'{"address":"a","done_round":0,"failures":[],"hosts":false,"id":"i","kept":0,"name":"n","node_rank":3,"note":"","port":1,'
-        b'"role":"default","round":0,"seq":1,"slots":2,"standby":0,"started":0,"status":"joining","succeeded":0,"v":13}'
+        b'"role":"default","round":0,"seq":1,"slots":2,"standby":0,"started":0,"status":"joining","succeeded":0,"v":14}'
     )
     record = dataclasses.replace(ROUND, members=MEMBERS[:1], broken=Broken(Cause.LOST, "é", "i", ("j",)), closed=None)
     assert PLAIN.encode("round", record) == (
         b'{"broken":{"by":"i","cause":"lost","ended":[],"lost":["j"],"over":false,"ran":0.0,"reason":"\\u00e9","victim":false},"came":[],"closed":null,"failures":1,"host":"","losses":0,'
         b'"members":[{"address":"10.0.0.1","block":0,"id":"n0-1","name":"n0","phase":0,"port":29500,"role":"default","slots":2,"standby":0}],'
         b'"members_digest":"","moved":null,"quick":0,"quorums":[],"reason":"n1 joined","repeats":0,"round":4,"settings":[],"signature":"",'
-        b'"store_id":"s","term":0,"v":13,"version":9,"wanted":0}'
+        b'"store_id":"s","term":0,"v":14,"version":9,"wanted":0}'
     )
-    assert Codec(b"t").encode("k", MEMBERS[0]).endswith(b'"v":13}\nc42dc9623f1062719ddb61c0fba2941e51d8ae8c9b380ba4fd7751bcafa0632b')
+    assert Codec(b"t").encode("k", MEMBERS[0]).endswith(b'"v":14}\nc42dc9623f1062719ddb61c0fba2941e51d8ae8c9b380ba4fd7751bcafa0632b')
 
 
 def test_a_record_of_another_version_is_refused_with_a_line_that_names_versions() -> None:
@@ -382,7 +382,7 @@ def test_a_clipped_text_is_always_accepted() -> None:
 
 
 def test_limits_are_those_that_are_documented() -> None:
-    assert (codec.FORMAT, MAX_TEXT, MAX_INT, MAX_ITEMS, MAX_BYTES) == (13, 1024, 2**53, 16384, 4 << 20)
+    assert (codec.FORMAT, MAX_TEXT, MAX_INT, MAX_ITEMS, MAX_BYTES) == (14, 1024, 2**53, 16384, 4 << 20)
 
 
 # -- a row that was only renewed ---------------------------------------------------------------------------------------------------

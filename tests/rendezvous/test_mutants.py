@@ -850,9 +850,33 @@ MUTANTS = (
     ),
     mutant(
         "members are those that the record names",
-        "wire.sync:SyncProtocol._read_members",
+        "wire.lists:MemberLists._decode",
         never("hexdigest"),
-        seen_by="sync::a_list_of_members_that_is_not_the_one_named_is_not_believed",
+        seen_by="lists::what_is_no_list_is_refused",
+    ),
+    mutant(
+        "a list of members is no larger than a record, however well it is compressed",
+        "wire.lists:_decompressed",
+        instead_of("expander.decompress(stored, MAX_BYTES)", "expander.decompress(stored)"),
+        seen_by="lists::no_more_is_decompressed_than_a_record_may_have",
+    ),
+    mutant(
+        "where what differs is not to be believed, the whole list is read",
+        "wire.sync:SyncProtocol._read_members",
+        instead_of("BadRecord", "KeyError"),
+        seen_by="sync::of_a_large_list_a_member_of_the_last_round_reads_what_differs_or_else_the_whole",
+    ),
+    mutant(
+        "what differs is deleted with its list",
+        "wire.sync:SyncProtocol._put_round",
+        never("any_large"),
+        seen_by="sync::what_differs_is_deleted_with_its_list",
+    ),
+    mutant(
+        "a list that another node has written beside its vote is not sent again",
+        "wire.sync:SyncProtocol.put_vote",
+        always("has"),
+        seen_by="succession::members_that_another_node_has_written_beside_its_vote_are_not_sent_again",
     ),
     mutant(
         "a record has one spelling",

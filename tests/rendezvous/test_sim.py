@@ -25,6 +25,11 @@ def test_nothing_that_must_never_happen_happens(first: int) -> None:
         assert violation is None, f"{violation}; the whole story: python -m tests.sim --replay {seed}"
 
 
+def test_nothing_that_must_never_happen_happens_where_lists_of_members_are_large() -> None:
+    for seed in range(300, 325):
+        assert History(replace(draw(seed), large_lists=True)).run().violation is None, seed
+
+
 WENT_WRONG = [1519, 900215, 1001893, 1009739, 7001710, 9087004, 11003140, 63002407, 63018574, 79007888, 80016563, 82037468, 84049341]
 
 

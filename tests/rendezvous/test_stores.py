@@ -207,6 +207,15 @@ def test_an_answer_that_arrives_in_pieces_is_taken_as_a_whole() -> None:
                 until(lambda: connection.arrived(1), "an error")
 
 
+def test_has_tells_whether_a_key_exists(shelf: Shelf) -> None:
+    store, key = shelf.connect(), shelf("has/a")
+    assert not store.has(key)
+    store.put_if(key, None, b"1")
+    assert store.has(key) and shelf.connect().has(key) and not store.has(shelf("has"))
+    store.delete(key)
+    assert not store.has(key) and not store.get([key])
+
+
 def test_get_returns_those_that_exist(shelf: Shelf) -> None:
     store = shelf.connect()
     assert store.get([]) == {} == store.get([shelf("a"), shelf("b")])

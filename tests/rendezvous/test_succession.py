@@ -858,6 +858,22 @@ def test_the_members_beside_the_votes_of_a_connection_are_written_once() -> None
     assert members in data, "another connection leads elsewhere"
 
 
+class WithoutLists(MemoryStore):
+    """A store in which nobody may write a list of members."""
+
+    def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        assert "members/" not in key
+        return super().put_if(key, expected, value)
+
+
+def test_members_that_another_node_has_written_beside_its_vote_are_not_sent_again() -> None:
+    """Each of a thousand nodes would send the list of a thousand members."""
+    data: dict[str, bytes] = {}
+    execute(SyncProtocol("job/", "b", Codec(), lambda: 0.0).put_vote(DEAD), MemoryStore(data))
+    execute(SyncProtocol("job/", "c", Codec(), lambda: 0.0).put_vote(replace(DEAD, id="c")), WithoutLists(data))
+    assert "job/vote/c" in data
+
+
 class Spelling(Codec):
     """Remembers what it spells."""
 

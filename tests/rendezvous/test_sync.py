@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.wire import lists
 from elastirun.rendezvous.wire.actions import Change, Put, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import Synced
@@ -115,6 +117,48 @@ def test_of_the_lists_of_members_only_the_last_is_kept() -> None:
         base = record
     lists = [key for key in data if "members/" in key]
     assert len(lists) == 2, "that of the round, and that of one that was refused"
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let lists of members count as large however few these are."""
+    monkeypatch.setattr(lists, "LARGE", 0)
+    monkeypatch.setattr(lists, "WORTH", 10.0)
+
+
+FORMED = RoundRecord("s", round=1, members=tuple(replace(MEMBER, id=f"n{i}") for i in range(5)))
+NEXT = replace(FORMED, version=2, round=2, members=FORMED.members[1:])
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("changes", ["there", "garbage", "gone", "of another list"])
+def test_of_a_large_list_a_member_of_the_last_round_reads_what_differs_or_else_the_whole(changes: str) -> None:
+    store = Watched()
+    member, newcomer = (SyncProtocol(JOB, name, CODEC, lambda: 7.0) for name in ("n2", "n9"))
+    exchange(store, Sync(change=Change(None, FORMED)))
+    member.carry_out(store, Sync(rows=()), 5.0)
+    exchange(store, Sync(change=Change(FORMED, NEXT)))
+    (key,) = (key for key in store._data if key.endswith("-changes"))
+    if changes == "gone":
+        del store._data[key]
+    elif changes != "there":
+        store._data[key] = b"garbage" if changes == "garbage" else zlib.compress(b'{"other":[]}')
+    for node, reads in ((member, 2 if changes == "there" else 3), (newcomer, 2)):
+        store.asked.clear()
+        assert node.carry_out(store, Sync(rows=()), 5.0).round == NEXT
+        assert len(store.asked) == reads, store.asked
+
+
+@pytest.mark.usefixtures("large")
+def test_what_differs_is_deleted_with_its_list() -> None:
+    data: dict[str, bytes] = {}
+    writer = SyncProtocol(JOB, "n1", CODEC, lambda: 7.0)
+    base: RoundRecord | None = None
+    for number in range(1, 6):
+        record = replace(FORMED, version=number, round=number, members=FORMED.members[:number])
+        writer.carry_out(MemoryStore(data), Sync(change=Change(base, record)), 5.0)
+        base = record
+    assert sum("members/" in key for key in data) == 2, "the list of the round, and what differs"
 
 
 @pytest.mark.parametrize("found", [b"garbage", None], ids=["altered", "gone"])

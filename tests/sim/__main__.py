@@ -13,6 +13,8 @@
     python -m tests.sim --torn --seeds 0:2000
                                                 the same in small worlds, soon and quickly: see tests/sim/takeovers.py
 
+In those with odd seeds the lists of members count as large.
+
 PyPy 3.11 runs them 1.6 times as fast after the first hundred, with the same transcripts.
 """
 
@@ -23,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from tests.sim import history, takeovers
@@ -32,8 +35,13 @@ WORLDS = {takeovers.TROUBLE: " --takeovers", takeovers.TORN_FOR: " --torn"}  # t
 Check = Callable[[int], tuple[int, str | None, int]]
 
 
+def large(plan: Plan) -> Plan:
+    """Let the lists of members count as large in every other history."""
+    return replace(plan, large_lists=plan.seed % 2 == 1)
+
+
 def check(draw: Callable[[int], Plan], seed: int) -> tuple[int, str | None, int]:
-    result = History(draw(seed)).run()
+    result = History(large(draw(seed))).run()
     return seed, result.violation, result.rounds
 
 
@@ -60,7 +68,7 @@ def main() -> None:
         else history.draw
     )
     if arguments.replay is not None:
-        sys.exit(replay(draw(arguments.replay)))
+        sys.exit(replay(large(draw(arguments.replay))))
     first, last = map(int, arguments.seeds.split(":"))
     seeds = [seed for seed in range(first, last) if not arguments.succession or draw(seed).rules.succession]
     seeds = [seed for seed in seeds if not arguments.meshed or draw(seed).rules.mesh_text]
@@ -73,7 +81,7 @@ def main() -> None:
             if arguments.brief:
                 sys.exit(1)
             if not arguments.keep_going:
-                sys.exit(replay(draw(seed), quiet=True))
+                sys.exit(replay(large(draw(seed)), quiet=True))
     print(f"{len(seeds)} histories, {rounds} rounds, {bad} violations in {time.monotonic() - began:.1f} s")
     sys.exit(bool(bad))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from elastirun.rendezvous.peers import polling
 from elastirun.rendezvous.peers.seats import assign
 from elastirun.rendezvous.rules import FREE_LOSSES, Rules, hold
 from elastirun.rendezvous.transitions import LEFT
+from elastirun.rendezvous.wire import lists
 from elastirun.rendezvous.wire.actions import Outcome
 from elastirun.rendezvous.wire.records import Blame, Cause, NodeRow, RoundRecord
 from elastirun.rendezvous.wire.sync import SyncProtocol
@@ -75,6 +77,7 @@ class Plan:
     push: Push = Push()
     deaths: Deaths = Deaths()
     sparse: float = 1.0  # factor on the time between two reads of all rows
+    large_lists: bool = False  # lists of members count as large however few these are
     prepares_within: float = 0.0  # seconds from when a node begins until its workers can start
     keeps: bool = False  # workers are parked with their state when a round ends
     live: Switching | None = None  # of a live job: what its workers do between rounds
@@ -330,6 +333,9 @@ class History:
         violation = None
         often = polling.ALL_PER_NODE
         polling.ALL_PER_NODE = often * self.plan.sparse
+        limits = lists.LARGE, lists.WORTH
+        if self.plan.large_lists:
+            lists.LARGE, lists.WORTH = 0, math.inf
         try:
             self._carry_out()
         except Violation as found:
@@ -338,6 +344,7 @@ class History:
             violation = f"{type(error).__name__}: {error}"
         finally:
             polling.ALL_PER_NODE = often
+            lists.LARGE, lists.WORTH = limits
         return Result(self.plan, violation, world.t, self._formed(), world.transcript or [])
 
     def _carry_out(self) -> None:

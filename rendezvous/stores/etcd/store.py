@@ -130,6 +130,9 @@ class EtcdStore(Store):
                     found[key] = now.value
         return found
 
+    def has(self, key: str) -> bool:
+        return bool(self._range(self._key(key), keys_only=True).kvs)
+
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         now = None if expected is None else self._cached.get(key)
         if expected is not None and (now is None or now.value != expected):
