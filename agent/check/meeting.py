@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from elastirun import clock
-from elastirun.agent.check.records import Arrival, Measured, Result, Roster
+from elastirun.agent.check.records import Arrival, Measured, Result, Roster, Turn
 from elastirun.agent.host import net
 from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.stores.base import Store
@@ -24,6 +24,7 @@ PAUSE = 0.1  # seconds between two reads of a node that waits
 STALE = 20.0  # seconds without a count of the lead, after which it is taken for dead; it counts every PAUSE
 END_LIMIT = 120.0  # seconds until a check is over that has begun without this node
 STRANGERS_READ = 1.0  # seconds for nodes whose rows cannot be read to learn that: they cannot read the roster either
+SLACK = 5.0  # seconds that a node waits longer for the lead than the lead waits for the nodes
 GOODBYE_LIMIT = 15.0  # seconds that the lead and the host of the store wait until all that have measured have read the result
 
 MOST_PORTS = 16  # of one node
@@ -38,19 +39,19 @@ class CheckMeeting:
     """The part of one node in the meeting. Used by one thread."""
 
     def __init__(self, store: Store, prefix: str, codec: Codec, arrival: Arrival, pause: Pause) -> None:
-        self._store, self._prefix, self._codec, self._arrival, self._pause = store, f"{prefix}check/", codec, arrival, pause
+        self._store, self._prefix, self._codec, self.arrival, self._pause = store, f"{prefix}check/", codec, arrival, pause
         self.unreadable: list[str] = []  # lines on rows of other nodes that could not be read
         self._count = 0  # of the lead
         self.leads = False  # this node leads
         self._seen: tuple[bytes, float] = b"", clock.now()  # the last value of ``lead``, and when it was read first
 
-    def assemble(self, least: int, most: int, limit: float, last_call: float) -> tuple[Roster, dict[str, Arrival]]:
-        """Return the roster, with the arrivals by id: as soon as ``most`` nodes are there, at the latest after ``limit`` seconds.
+    def assemble(self, least: int, most: int, limit: float, last_call: float) -> Roster:
+        """Return the roster: as soon as ``most`` nodes are there, at the latest after ``limit`` seconds.
 
         ``last_call``: seconds without another node, once ``least`` are there, after which no more are waited for.
         """
-        me, began, changed, known = self._arrival.id, clock.now(), clock.now(), 0
-        own = self._put(f"node/{me}", self._arrival)
+        me, began, changed, known = self.arrival.id, clock.now(), clock.now(), 0
+        own = self._put(f"node/{me}", self.arrival)
         while True:
             found = self._store.get([self._key("lead"), self._key("roster"), self._key(f"node/{me}")])
             if self._key(f"node/{me}") not in found:  # another lead has taken over, and has deleted what was there
@@ -62,13 +63,18 @@ class CheckMeeting:
                     known, changed = len(arrivals), clock.now()
                 quiet = len(arrivals) >= least and clock.now() - changed >= last_call
                 if len(arrivals) >= most or quiet or clock.now() - began >= limit:
-                    roster = Roster(tuple(sorted(arrivals, key=lambda id: _order(arrivals[id]))), secrets.token_hex(16))
+                    ids = tuple(sorted(arrivals, key=lambda id: _order(arrivals[id])))
+                    meet, hosted = tuple(id for id in ids if arrivals[id].meet), any(one.hosting for one in arrivals.values())
+                    roster = Roster(ids, secrets.token_hex(16), meet, hosted)
                     self._put("roster", roster)
-                    return roster, arrivals
+                    return roster
             elif (written := found.get(self._key("roster"))) is not None and not self._is_stale:
-                roster = self._decode("roster", written, Roster)
-                return roster, self._all("node/", Arrival)
+                return self._decode("roster", written, Roster)
             self._pause(PAUSE)
+
+    def arrivals(self, ids: Collection[str]) -> dict[str, Arrival]:
+        """Return those of the nodes ``ids``, by id, as far as they can be read."""
+        return self._parsed("node/", Arrival, self._store.get([self._key(f"node/{id}") for id in ids]))
 
     def meanwhile(self, done: Callable[[], bool], limit: float) -> None:
         """Wait until ``done``, for ``limit`` seconds at most, and go on counting if this node leads."""
@@ -78,15 +84,29 @@ class CheckMeeting:
                 self._beat()
             self._pause(PAUSE / 5)
 
-    def await_all(self, turn: int, ids: Collection[str], limit: float) -> list[str]:
-        """Wait until all nodes of ``ids``, this one among them, are at ``turn``, for ``limit`` seconds at most. Return those that are."""
-        self._store.put_if(self._key(f"ready/{turn}/{self._arrival.id}"), None, b"1")
-        until, keys = clock.now() + limit, {id: self._key(f"ready/{turn}/{id}") for id in ids}
+    def await_all(self, turn: int, ids: Collection[str], limit: float) -> tuple[str, ...]:
+        """Wait until all nodes of ``ids`` are at ``turn``, for ``limit`` seconds at most. Return those that are, as the lead finds.
+
+        Only the lead reads who is there: the keys of all nodes, read by all of a thousand, are a million.
+        """
+        me, name, until = self.arrival.id, f"go/{turn}", clock.now() + limit
+        if me in ids:
+            self._store.put_if(self._key(f"ready/{turn}/{me}"), None, b"1")
+        if not self.leads:
+            until += PAUSE + SLACK
+            while (written := (found := self._store.get([self._key(name), self._key("lead")])).get(self._key(name))) is None:
+                self._note_lead(found.get(self._key("lead")))
+                if self._is_stale or clock.now() >= until:
+                    return ()
+                self._pause(PAUSE)
+            return self._decode(name, written, Turn).ids
+        keys = {id: self._key(f"ready/{turn}/{id}") for id in ids}
         while len(found := self._store.get(keys.values())) < len(keys) and clock.now() < until:
-            if self.leads:
-                self._beat()
+            self._beat()
             self._pause(PAUSE)
-        return [id for id, key in keys.items() if key in found]
+        here = Turn(tuple(id for id, key in keys.items() if key in found))
+        self._put(name, here)
+        return here.ids
 
     def collect(self, roster: Roster, own: Measured, limit: float) -> dict[str, Measured]:
         """Hand in what this node has measured. For the lead: return what all have, as far as it comes within ``limit`` seconds."""
@@ -119,20 +139,20 @@ class CheckMeeting:
         """Say that this node has read the result. Whoever leads or hosts the store waits until all have; the lead deletes all keys."""
         with suppress(StoreError):
             until = clock.now() + GOODBYE_LIMIT
-            self._store.put_if(self._key(f"read/{self._arrival.id}"), None, b"1")
-            while (self.leads or self._arrival.hosting) and clock.now() < until:
+            self._store.put_if(self._key(f"read/{self.arrival.id}"), None, b"1")
+            while (self.leads or self.arrival.hosting) and clock.now() < until:
                 if len(self._store.under(self._key("read/"))) >= len(self._store.under(self._key("measured/"))):
                     break
                 self._pause(PAUSE)
             if self.leads:
                 self._pause(STRANGERS_READ if self.unreadable else 0.0)
-                self._delete(("read/", "ready/", "measured/", "node/", "roster", "result", "lead"))
+                self._delete(("read/", "ready/", "go/", "measured/", "node/", "roster", "result", "lead"))
 
     def await_end(self, hosted: bool) -> None:
         """Wait until the store ends with the check, where a node of the check hosts it: the job must not meet in a store that ends."""
         until = clock.now() + END_LIMIT
         with suppress(StoreError):
-            while hosted and not self._arrival.hosting and clock.now() < until:
+            while hosted and not self.arrival.hosting and clock.now() < until:
                 self._store.get([self._key("lead")])
                 self._pause(PAUSE)
 
@@ -145,7 +165,7 @@ class CheckMeeting:
         if lead is None or self._is_stale:
             self.leads = self._store.put_if(self._key("lead"), lead, self._lead_value) == self._lead_value
             if self.leads:  # of an earlier check at a store that is still there
-                self._delete(("read/", "ready/", "measured/", "roster", "result", *(["node/"] if lead is not None else [])))
+                self._delete(("read/", "ready/", "go/", "measured/", "roster", "result", *(["node/"] if lead is not None else [])))
 
     def _note_lead(self, lead: bytes | None) -> None:
         if lead != self._seen[0]:
@@ -157,7 +177,7 @@ class CheckMeeting:
 
     @property
     def _lead_value(self) -> bytes:
-        return f"{self._arrival.id} {self._count}".encode()
+        return f"{self.arrival.id} {self._count}".encode()
 
     def _beat(self) -> None:
         key, before = self._key("lead"), self._lead_value
@@ -175,9 +195,13 @@ class CheckMeeting:
                 self._store.delete(key)
 
     def _all(self, below: str, kind: type[T]) -> dict[str, T]:
-        """Return the records below a key, by id. Of each that cannot be read there is a line in ``unreadable``."""
+        """Return the records below a key, by id."""
+        return self._parsed(below, kind, self._store.under(self._key(below)))
+
+    def _parsed(self, below: str, kind: type[T], values: dict[str, bytes]) -> dict[str, T]:
+        """Return the records of ``values``, by id. Of each that cannot be read there is a line in ``unreadable``."""
         found: dict[str, T] = {}
-        for key, value in self._store.under(self._key(below)).items():
+        for key, value in values.items():
             try:
                 id, record = key.removeprefix(self._key(below)), self._codec.decode(key, value, kind)
                 if not _belongs(record, id):

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 ALL_PAIRS = 16  # nodes; beyond that each node measures the ways to two others only, so that its connections stay few
 
 
-def peers(ids: Sequence[str], me: str, seed: str) -> tuple[str, ...]:
-    """Return the nodes to which ``me`` measures the way; the same for all nodes with the same ``ids`` and ``seed``.
+def peers(ids: Sequence[str], seed: str) -> dict[str, tuple[str, ...]]:
+    """Return the nodes to which each of ``ids`` measures the way; the same for all nodes with the same ``ids`` and ``seed``.
 
     Up to ALL_PAIRS nodes: all others. Beyond: the next one in the order of the ids, and the next one in a random order.
     """
     if len(ids) <= ALL_PAIRS:
-        return tuple(one for one in ids if one != me)
+        return {me: tuple(one for one in ids if one != me) for me in ids}
     shuffled = list(ids)
     random.Random(seed).shuffle(shuffled)
-    following = (order[(order.index(me) + 1) % len(order)] for order in (ids, shuffled))
-    return tuple(dict.fromkeys(following))
+    after, after_shuffled = (dict(zip(order, [*order[1:], order[0]], strict=True)) for order in (ids, shuffled))
+    return {me: tuple(dict.fromkeys((after[me], after_shuffled[me]))) for me in ids}
 
 
 def turns(ids: Sequence[str], me: str) -> tuple[str | None, ...]:

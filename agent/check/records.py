@@ -67,6 +67,15 @@ class Roster:
 
     ids: tuple[str, ...]
     secret: str
+    meet: tuple[str, ...] = ()  # those that reduce with neighbours
+    hosted: bool = False  # one of them serves the store
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The nodes that begin a turn of all-reduces together."""
+
+    ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -140,22 +140,23 @@ class _Node:
                 path.touch()
                 self._stack.callback(path.unlink, missing_ok=True)
         meeting = CheckMeeting(store, access.key_prefix, Codec(config.token), arrival, time.sleep)
-        roster, arrivals = meeting.assemble(config.min_nodes, config.max_nodes, asked.limit, config.timing.last_call)
-        hosted = any(one.hosting for one in arrivals.values())
-        if self.id not in roster.ids or not {*roster.ids} <= arrivals.keys():
-            meeting.await_end(asked.before_job and hosted)
+        roster = meeting.assemble(config.min_nodes, config.max_nodes, asked.limit, config.timing.last_call)
+        peers = plan.peers(roster.ids, roster.secret)
+        near = roster.ids if meeting.leads else [one for one in (*peers.get(self.id, ()), *self._partners(roster)) if one]
+        arrivals = meeting.arrivals(near)
+        if self.id not in roster.ids or not {*near} <= arrivals.keys():
+            meeting.await_end(asked.before_job and roster.hosted)
             raise StoreError("the check of the others had begun when this node came")
         server.answer(roster.secret)
-        measured = self._measure(meeting, roster, arrivals, arrival)
+        measured = self._measure(meeting, roster, [arrivals[id] for id in peers[self.id]], arrivals)
         found = meeting.collect(roster, measured, RESULTS_LIMIT + (self._probe.spread if self._probe else 0.0))
         if meeting.leads:
-            peers = {id: plan.peers(roster.ids, id, roster.secret) for id in roster.ids}
             result = judge([arrivals[id] for id in roster.ids], found, peers, config.min_nodes, meeting.unreadable)
             meeting.publish(result)
         else:
             result = meeting.result(self._limit + RESULTS_LIMIT)
         meeting.part()
-        meeting.await_end(asked.before_job and hosted)
+        meeting.await_end(asked.before_job and roster.hosted)
         return result
 
     def _connect(self, access: StoreAccess, say: Callable[[str], None]) -> Store | None:
@@ -175,30 +176,29 @@ class _Node:
                     say(f"waits for the store: {error}")
             time.sleep(RETRY)
 
-    def _measure(self, meeting: CheckMeeting, roster: Roster, arrivals: dict[str, Arrival], own: Arrival) -> Measured:
-        peers = [arrivals[id] for id in plan.peers(roster.ids, self.id, roster.secret)]
-
+    def _measure(self, meeting: CheckMeeting, roster: Roster, peers: Sequence[Arrival], arrivals: dict[str, Arrival]) -> Measured:
         def measure() -> Measured:
             ways = links.measure(peers, roster.secret)
             names, unseen = links.look_up(peers), self._unseen(peers)
             return Measured(self.id, ways, names, unseen, (self._probe.inside(),) if self._probe else ())
 
         measured = self._beside(meeting, measure)
-        if self._probe is None or not own.meet:
-            return measured
-        return replace(measured, collectives=(*measured.collectives, *self._reduce(meeting, self._probe, roster, arrivals, own)))
+        return replace(measured, collectives=(*measured.collectives, *self._reduce(meeting, roster, arrivals)))
 
-    def _reduce(
-        self, meeting: CheckMeeting, probe: collectives.TorchProbe, roster: Roster, arrivals: dict[str, Arrival], own: Arrival
-    ) -> list[Collective]:
+    def _reduce(self, meeting: CheckMeeting, roster: Roster, arrivals: dict[str, Arrival]) -> list[Collective]:
         """Reduce with neighbours. All begin each turn together: a node has one port for that, where its next partner must not call yet."""
         found: list[Collective] = []
-        here: Sequence[str] = [id for id in roster.ids if arrivals[id].meet]
-        for turn, partner in enumerate(plan.turns(roster.ids, self.id)):
+        here = roster.meet
+        for turn, partner in enumerate(self._partners(roster)):
+            if not here or not (self.id in here or meeting.leads):
+                break
             here = meeting.await_all(turn, here, collectives.TOGETHER_LIMIT)
-            if partner is not None and partner in here:
-                found.append(self._beside(meeting, partial(probe.across, own, arrivals[partner])))
+            if self._probe is not None and self.id in here and partner is not None and partner in here:
+                found.append(self._beside(meeting, partial(self._probe.across, meeting.arrival, arrivals[partner])))
         return found
+
+    def _partners(self, roster: Roster) -> tuple[str | None, ...]:
+        return plan.turns(roster.ids, self.id) if self.id in roster.ids else ()
 
     def _beside(self, meeting: CheckMeeting, what: Callable[[], T]) -> T:
         """Return what ``what`` returns, in a thread, while this one takes part in the meeting."""

@@ -42,7 +42,7 @@ def expected(count: int, limit: float = 60.0) -> tuple[int, int, float, float]:
 def whole(data: dict[str, bytes], arrival: Arrival, count: int) -> tuple[tuple[str, ...], bool, Result]:
     """Take part from the beginning to the end. Return the ids of the roster, whether this node led, and the result."""
     meeting = meet(data, arrival)
-    roster, _ = meeting.assemble(*expected(count))
+    roster = meeting.assemble(*expected(count))
     found = meeting.collect(roster, Measured(arrival.id, (), (), ()), 60.0)
     if meeting.leads:
         assert found.keys() == {*roster.ids}
@@ -69,22 +69,22 @@ def test_the_host_of_the_store_comes_first_then_ranks() -> None:
     data: dict[str, bytes] = {}
     for one in (node(3, rank=1), replace(node(2, rank=2), hosting=True)):
         data[f"job/check/node/{one.id}"] = Codec().encode(f"job/check/node/{one.id}", one)
-    roster, _ = meet(data, node(1, rank=0)).assemble(*expected(3))
+    roster = meet(data, node(1, rank=0)).assemble(*expected(3))
     assert roster.ids == ("n2", "n1", "n3")
 
 
 def test_who_has_come_is_checked_when_the_limit_is_over_or_nobody_comes_any_more() -> None:
-    roster, _ = meet({}, node(1)).assemble(*expected(3, limit=0.01))
+    roster = meet({}, node(1)).assemble(*expected(3, limit=0.01))
     assert roster.ids == ("n1",)
-    roster, _ = meet({}, node(1)).assemble(1, 3, 60.0, 0.01)
+    roster = meet({}, node(1)).assemble(1, 3, 60.0, 0.01)
     assert roster.ids == ("n1",)
 
 
 def test_a_node_that_comes_later_is_not_on_the_roster() -> None:
     data: dict[str, bytes] = {}
     meet(data, node(0)).assemble(*expected(1))
-    roster, arrivals = meet(data, node(1)).assemble(*expected(1))
-    assert roster.ids == ("n0",) and arrivals.keys() == {"n0", "n1"}
+    roster = meet(data, node(1)).assemble(*expected(1))
+    assert roster.ids == ("n0",)
 
 
 def test_a_lead_that_was_killed_is_followed_by_another_which_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_a_lead_that_was_killed_is_followed_by_another_which_begins_anew(monkeyp
     monkeypatch.setattr(module, "STALE", 0.05)
     meeting = meet(data, node(1))
     data.pop("job/check/roster")
-    roster, _ = meeting.assemble(*expected(2, limit=0.3))
+    roster = meeting.assemble(*expected(2, limit=0.3))
     assert meeting.leads and roster.ids == ("n1",), "the row of the node that was killed is gone"
 
 
@@ -108,17 +108,49 @@ def test_a_lead_that_another_one_has_replaced_ends() -> None:
 
 def test_all_begin_their_all_reduces_together_and_who_does_not_come_is_not_waited_for_for_ever() -> None:
     data: dict[str, bytes] = {}
-    one, other = meet(data, node(0)), meet(data, node(1))
-    one.assemble(*expected(1))
-    together: list[list[str]] = []
-    thread = threading.Thread(target=lambda: together.append(one.await_all(0, ("n0", "n1"), 600.0)))
+    lead, other, ids = meet(data, node(0)), meet(data, node(1)), ("n0", "n1")
+    lead.assemble(*expected(1))
+    together: list[tuple[str, ...]] = []
+    thread = threading.Thread(target=lambda: together.append(other.await_all(0, ids, 600.0)))
     thread.start()
-    until(lambda: "job/check/ready/0/n0" in data, "the first one to wait")
+    until(lambda: "job/check/ready/0/n1" in data, "the first one to wait")
     assert not together
-    assert other.await_all(0, ("n0", "n1"), 600.0) == ["n0", "n1"]
+    assert lead.await_all(0, ids, 600.0) == ids
     thread.join(60)
-    assert together == [["n0", "n1"]]
-    assert one.await_all(1, ("n0", "n1"), 0.01) == ["n0"]
+    assert together == [ids]
+    assert lead.await_all(1, ids, 0.01) == ("n0",)
+    assert other.await_all(1, ids, 600.0) == ("n0",), "what the lead has found"
+
+
+def test_a_lead_that_takes_no_part_in_the_all_reduces_waits_for_those_that_do() -> None:
+    data: dict[str, bytes] = {}
+    lead, other = meet(data, node(0)), meet(data, node(1))
+    lead.assemble(*expected(1))
+    thread = threading.Thread(target=lambda: other.await_all(0, ("n1",), 600.0))
+    thread.start()
+    assert lead.await_all(0, ("n1",), 600.0) == ("n1",)
+    thread.join(60)
+    assert "job/check/ready/0/n0" not in data
+
+
+def test_who_waits_for_a_lead_that_was_killed_goes_on_without_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    data: dict[str, bytes] = {}
+    meet(data, node(0)).assemble(*expected(1))
+    monkeypatch.setattr(module, "STALE", 0.05)
+    began = time.monotonic()
+    assert meet(data, node(1)).await_all(0, ("n0", "n1"), 600.0) == ()
+    assert time.monotonic() - began < 60.0, "it has ended"
+
+
+def test_a_node_reads_what_the_others_near_it_have_brought_and_the_roster_says_the_rest() -> None:
+    data: dict[str, bytes] = {}
+    for one in (replace(node(1), meet=0), replace(node(2), meet=7), replace(node(3), meet=8)):
+        data[f"job/check/node/{one.id}"] = Codec().encode(f"job/check/node/{one.id}", one)
+    meeting = meet(data, replace(node(0), meet=9))
+    roster = meeting.assemble(*expected(4))
+    assert (roster.meet, roster.hosted) == (("n0", "n2", "n3"), True)
+    data["job/check/node/n3"] = b"garbage"
+    assert meeting.arrivals(("n1", "n3", "n9")).keys() == {"n1"} and len(meeting.unreadable) == 1
 
 
 @pytest.mark.parametrize("stranger", [None, b"", b"garbage", b"\xff 1", b"other -1"])
@@ -150,5 +182,5 @@ def test_rows_that_no_node_would_write_are_left_out(change: dict[str, object]) -
     key = "job/check/node/n1"
     data = {key: Codec().encode(key, replace(node(1), **change)), "job/check/node/n2": b"\xff garbage"}  # type: ignore[arg-type]
     meeting = meet(data, node(0))
-    roster, _ = meeting.assemble(*expected(3, limit=0.01))
+    roster = meeting.assemble(*expected(3, limit=0.01))
     assert roster.ids == ("n0",) and len(meeting.unreadable) == 2

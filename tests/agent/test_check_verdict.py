@@ -34,7 +34,7 @@ def measured(arrivals: list[Arrival], **links: dict[str, Link]) -> dict[str, Mea
 def judged(arrivals: list[Arrival], found: dict[str, Measured] | None = None, least: int = 0) -> Result:
     ids = [one.id for one in arrivals]
     known = measured(arrivals) if found is None else found
-    return judge(arrivals, known, {id: plan.peers(ids, id, "seed") for id in ids}, least, ())
+    return judge(arrivals, known, plan.peers(ids, "seed"), least, ())
 
 
 def named(result: Result) -> list[tuple[str, tuple[str, ...]]]:
@@ -231,11 +231,11 @@ def test_measurements_of_nodes_that_nobody_knows_do_not_count() -> None:
 
 def test_each_node_measures_few_ways_and_is_measured_as_often() -> None:
     ids = [f"n{i:02}" for i in range(64)]
-    out = {id: plan.peers(ids, id, "seed") for id in ids}
+    out = plan.peers(ids, "seed")
     assert {len(peers) for peers in out.values()} <= {1, 2} and all(id not in peers for id, peers in out.items())
     assert {sum(id in peers for peers in out.values()) for id in ids} <= {1, 2}
-    assert out != {id: plan.peers(ids, id, "another") for id in ids}
-    assert plan.peers(ids[:16], ids[0], "seed") == tuple(ids[1:16])
+    assert out != plan.peers(ids, "another")
+    assert plan.peers(ids[:16], "seed")[ids[0]] == tuple(ids[1:16])
 
 
 @pytest.mark.parametrize("count", range(1, 9))
