@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import zlib
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from elastirun.agent.check.records import Arrival, Measured, Result, Roster, Tur
 from elastirun.agent.host import net
 from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.stores.base import Store
-from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.codec import Codec, decompressed
 
 PAUSE = 0.1  # seconds between two reads of a node that waits
 STALE = 20.0  # seconds without a count of the lead, after which it is taken for dead; it counts every PAUSE
@@ -122,8 +123,8 @@ class CheckMeeting:
             self._pause(PAUSE)
 
     def publish(self, result: Result) -> None:
-        """Write the result."""
-        self._put("result", result)
+        """Write the result. It has a row for each node, which all nodes read: they are much alike, so it is compressed."""
+        self._put("result", result, zlib.compress)
 
     def result(self, limit: float) -> Result:
         """Return the result, which the lead writes within ``limit`` seconds."""
@@ -133,7 +134,7 @@ class CheckMeeting:
             if self._is_stale or clock.now() >= until:
                 raise StoreError("the node that leads the check has written no result; it may have ended")
             self._pause(PAUSE)
-        return self._decode("result", written, Result)
+        return self._decode("result", decompressed(written), Result)
 
     def part(self) -> None:
         """Say that this node has read the result. Whoever leads or hosts the store waits until all have; the lead deletes all keys."""
@@ -212,8 +213,8 @@ class CheckMeeting:
                     self.unreadable.append(line)
         return found
 
-    def _put(self, name: str, record: object) -> bytes:
-        value = self._codec.encode(self._key(name), record)
+    def _put(self, name: str, record: object, packed: Callable[[bytes], bytes] = bytes) -> bytes:
+        value = packed(self._codec.encode(self._key(name), record))
         if self._store.put_if(self._key(name), None, value) != value:
             raise StoreError(f"another node has written {self._key(name)}")
         return value

@@ -12,6 +12,7 @@ See SECURITY.md.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -20,6 +21,7 @@ import json
 import re
 import types
 import typing
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -100,6 +102,15 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
     """Return ``text`` as it may stand in a record: printable, no longer than ``limit`` characters."""
     clean = "".join(c if c.isprintable() else " " for c in text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def decompressed(stored: bytes) -> bytes:
+    """Return what zlib has compressed to ``stored``; empty: nothing, or more than a record may have."""
+    expander = zlib.decompressobj()
+    with contextlib.suppress(zlib.error):
+        data = expander.decompress(stored, MAX_BYTES)
+        return data if expander.eof and not expander.unused_data else b""
+    return b""
 
 
 def _spell(plain: dict[str, Any]) -> bytes:

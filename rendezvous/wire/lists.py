@@ -12,7 +12,7 @@ import zlib
 from typing import Any
 
 from elastirun.errors import BadRecord
-from elastirun.rendezvous.wire.codec import MAX_BYTES, Codec
+from elastirun.rendezvous.wire.codec import MAX_BYTES, Codec, decompressed
 from elastirun.rendezvous.wire.records import MemberList
 
 KEPT_LISTS = 4  # in a store that takes over, the votes of a thousand nodes may name two or three rounds
@@ -63,7 +63,7 @@ class MemberLists:
 
     def take(self, digest: str, stored: bytes) -> MemberList:
         """Return the list that was stored whole. Errors: ``BadRecord``."""
-        return self._decode(digest, _decompressed(stored))
+        return self._decode(digest, decompressed(stored))
 
     def changes(self, digest: str) -> bytes:
         """Return the list as what differs from others that this node knows, and other nodes may; empty: there is none to differ from."""
@@ -77,7 +77,7 @@ class MemberLists:
     def take_changes(self, digest: str, stored: bytes) -> MemberList | None:
         """Return the list by what differs from one that this node knows; None: it knows none of them. Errors: ``BadRecord``."""
         try:
-            changes = dict(json.loads(_decompressed(stored)))
+            changes = dict(json.loads(decompressed(stored)))
         except (TypeError, ValueError, RecursionError):
             raise BadRecord(f"{self._key}: what differs from another list is unreadable") from None
         base = next((other for other in self._known if other in changes), None)
@@ -135,15 +135,3 @@ def patched(old: bytes, edits: Any) -> bytes:
 
 def _spell(plain: Any) -> bytes:
     return json.dumps(plain, separators=(",", ":")).encode()
-
-
-def _decompressed(stored: bytes) -> bytes:
-    """Return what was compressed. Errors: ``BadRecord``."""
-    expander = zlib.decompressobj()
-    try:
-        data = expander.decompress(stored, MAX_BYTES)
-    except zlib.error:
-        data = b""
-    if not expander.eof or expander.unused_data:
-        raise BadRecord("the members are missing there, or others")
-    return data

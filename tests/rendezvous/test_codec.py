@@ -10,6 +10,7 @@ import string
 import time
 import types
 import typing
+import zlib
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_the_spelling_is_what_other_versions_expect() -> None:
         b'"members_digest":"","moved":null,"quick":0,"quorums":[],"reason":"n1 joined","repeats":0,"round":4,"settings":[],"signature":"",'
         b'"store_id":"s","term":0,"v":14,"version":9,"wanted":0}'
     )
-    assert Codec(b"t").encode("k", MEMBERS[0]).endswith(b'"v":14}\nc42dc9623f1062719ddb61c0fba2941e51d8ae8c9b380ba4fd7751bcafa0632b')
+    assert Codec(b"t").encode("k", MEMBERS[0]).endswith(b'"v":14}\n8c430c9dcbeec337d6eaedda7a6d8c3507e66d5281df4e70192d2d1ff0d516e5')
 
 
 def test_a_record_of_another_version_is_refused_with_a_line_that_names_versions() -> None:
@@ -379,6 +380,14 @@ def test_a_clipped_text_is_always_accepted() -> None:
         text = clip("".join(chr(rng.randrange(0x3000)) for _ in range(rng.choice([3, 50, 2000]))))
         row = dataclasses.replace(ROW, name=text, note=text)
         assert decode(PLAIN.encode(KEY, row)) == row
+
+
+def test_no_more_is_decompressed_than_a_record_may_have() -> None:
+    assert codec.decompressed(zlib.compress(b" " * (MAX_BYTES + 1))) == b""
+    whole = zlib.compress(b" " * MAX_BYTES)
+    assert codec.decompressed(whole) == b" " * MAX_BYTES
+    for stored in (b"", b"garbage", whole[:-1], whole + b"more"):
+        assert codec.decompressed(stored) == b""
 
 
 def test_limits_are_those_that_are_documented() -> None:

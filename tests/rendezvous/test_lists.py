@@ -98,12 +98,6 @@ def test_what_is_no_list_is_refused(stored: bytes) -> None:
         known().take(known().digest(WHOLE), stored)
 
 
-def test_no_more_is_decompressed_than_a_record_may_have() -> None:
-    with pytest.raises(BadRecord):
-        lists._decompressed(BOMB)
-    assert lists._decompressed(zlib.compress(b" " * MAX_BYTES)) == b" " * MAX_BYTES
-
-
 def changes_of(edits: object) -> bytes:
     return zlib.compress(json.dumps({known().digest(WHOLE): edits}).encode())
 

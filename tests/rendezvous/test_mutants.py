@@ -856,9 +856,9 @@ MUTANTS = (
     ),
     mutant(
         "a list of members is no larger than a record, however well it is compressed",
-        "wire.lists:_decompressed",
+        "wire.codec:decompressed",
         instead_of("expander.decompress(stored, MAX_BYTES)", "expander.decompress(stored)"),
-        seen_by="lists::no_more_is_decompressed_than_a_record_may_have",
+        seen_by="codec::no_more_is_decompressed_than_a_record_may_have",
     ),
     mutant(
         "where what differs is not to be believed, the whole list is read",
