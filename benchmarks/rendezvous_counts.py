@@ -5,7 +5,8 @@
 It runs the real machines and the real sync protocol over stores in memory: N nodes join at once, run a round, lose one node, then one in a
 hundred at the same moment, then the node that hosts the store, all of them without a word. A request and its answer take 2 ms each; one to
 a silent node is given up after 2 s. Each key that is written or read counts as one operation, also in a listing. The bytes are those of
-keys and values in both directions. Beyond 16,384 nodes the limits of records are lifted. docs/scale.md has the figures, and benchmarks/scale_picture.py draws them.
+keys and values in both directions. Beyond 16,384 nodes the limits of records are lifted. docs/scale.md has the figures, and
+benchmarks/scale_picture.py draws them.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ class CrowdProtocol(SyncProtocol):
 
     lists_type = SharedLists
     _shared: ClassVar[dict[RoundRecord, RoundRecord]] = {}  # by record as it is stored
+    _parsed: ClassVar[dict[str, tuple[bytes, Any]]] = {}
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._known = self._parsed
 
     def _whole_record(self, short: RoundRecord) -> Steps:
         whole = yield from super()._whole_record(short)

@@ -93,7 +93,7 @@ class Failover:
         probe, evidence = self._probe, self.evidence
         assert probe is not None and evidence.search.since is not None
         quickest = QUICKEST_LOOK + PER_NODE * len(record.members)
-        pause = min(max(quickest, LOOKS_OF_WAIT * (now - evidence.search.since)), max(quickest, self.rules.beat))
+        pause = min(max(quickest, LOOKS_OF_WAIT * (now - evidence.search.since)), self.rules.beat)
         self.evidence = evidence.looks(probe.place, now, now + pause)
         place, here = probe.place, (evidence.at.id,) if evidence.at else ()
         if probe.claim is not None:

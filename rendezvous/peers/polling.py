@@ -25,7 +25,7 @@ QUICKEST_POLL = 0.01  # shortest one, just after this node has taken a step: the
 POLLS_OF_WAIT = 0.25  # of the time waited since that step: a poll makes the wait no more than a quarter longer
 PAUSE_OF_POLL = 2.0  # of the length of the last exchange: a store that is slow has half of the time for other nodes
 PRIVATE_BEATS = 3.0  # between two polls of a round in a private store, in which nothing changes; ``elastirun status`` calls 2.5 s quiet
-PER_NODE = 0.0005  # seconds more for each node, so that the load of the store grows less than their number
+PER_NODE = 0.0005  # seconds more for each node, so that the load of the store grows less than their number; at most a beat, as in a round
 ALL_PER_NODE = 0.03  # seconds for each node, on average, between two reads of all rows by a node that is not first in line
 ROWS_PER_SECOND = 4000  # that all of these read together while somebody is first in line: they only make sure
 FIRST = 2  # nodes first in line: one may die
@@ -95,7 +95,7 @@ class PollPlan:
         if state is DONE or _beside(state, record):
             return self.rules.beat + PER_NODE * self._nodes(record)
         quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)
-        return min(quick, FORMING_POLL) + PER_NODE * self._nodes(record)
+        return min(min(quick, FORMING_POLL) + PER_NODE * self._nodes(record), self.rules.beat)
 
     def rows(
         self, state: Status, record: RoundRecord | None, away: Away, now: float, hosting: bool, own_store_id: str, more_lost: bool = False
