@@ -190,6 +190,7 @@ class Crowd:
         ways: list[SyncProtocol] = [CrowdProtocol("job/", row.id, self._codec, lambda: self.t) for row in rows]
         self._protocols = [("", way) for way in ways]  # by node: the store that it is connected to, and the protocol
         self._armed = [0] * nodes
+        self._connected = [0] * nodes  # by node: how many connections it has given up
         for i in range(nodes):
             self._at(0.3 * i / nodes, i, Tick)
 
@@ -211,6 +212,7 @@ class Crowd:
                 self._at(0.0, index, lambda now: WorkersStopped(now, ()))
             elif isinstance(action, Reconnect):
                 self._protocols[index] = "?", self._protocols[index][1]
+                self._connected[index] += 1
             elif isinstance(action, Finish):
                 self.ended.append(f"node {index}: {action.reason}")
         self._armed[index] += 1
@@ -225,16 +227,24 @@ class Crowd:
 
     def _begin(self, index: int, sync: Sync) -> None:
         """Make an exchange: after one way it is at the store, after two the answer is here. A lost node answers nobody."""
-        started, server = self.t, self._index[sync.at.id] if sync.at else 0
+        started, server, connection = self.t, self._index[sync.at.id] if sync.at else 0, self._connected[index]
+
+        def answer(delay: float, make: Callable[[float], Event]) -> None:
+            def feed() -> None:
+                if connection == self._connected[index]:  # else the exchange was given up
+                    self._feed(index, make(self.t))
+
+            heapq.heappush(self._heap, (self.t + delay, next(self._count), feed))
+
         if server in self.lost:
-            self._at(EXCHANGE_LIMIT, index, lambda now: SyncFailed(now, f"no answer in {EXCHANGE_LIMIT:g} s"))
+            answer(EXCHANGE_LIMIT, lambda now: SyncFailed(now, f"no answer in {EXCHANGE_LIMIT:g} s"))
             return
 
         def carry_out() -> None:
             protocol, store = self._connection(index, sync.at)
             store.hosting = server == index
             synced = replace(protocol.carry_out(store, sync, started), hosting=server == index)
-            self._at(WAY, index, lambda now: synced)
+            answer(WAY, lambda now: synced)
 
         heapq.heappush(self._heap, (self.t + WAY, next(self._count), carry_out))
 

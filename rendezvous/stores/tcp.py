@@ -87,8 +87,7 @@ class TcpStore:
 
     def has(self, key: str) -> bool:
         with _translated():
-            self._connection.send(tcp_wire.check(key))
-            return self._connection.receive(1) == tcp_wire.CAME
+            return self._connection.has(key)
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         if not (expected or key.startswith(self._creates)):

@@ -189,6 +189,13 @@ class TcpConnection:
         del self._arrived[:at]
         return values
 
+    def has(self, key: str) -> bool:
+        """Return whether ``key`` exists."""
+        self.send(check(key))
+        if (answer := self.receive(1)) not in (CAME, ABSENT):
+            raise ValueError("another answer than that to a check")
+        return answer == CAME
+
     def wait(self, key: str, seconds: float) -> bool:
         """Wait until ``key`` exists, for ``seconds`` at most. Return whether it does."""
         self.send(wait(key))

@@ -1,4 +1,4 @@
-"""Lists of members as bytes: compressed, or as the difference from another list, which most nodes know already. Pure.
+"""Lists of members as bytes; large ones compressed, or as the difference from another list, which most nodes know already. Pure.
 
 A list grows with the job, and each of its nodes reads it. From one round to the next little of it changes.
 """
@@ -16,7 +16,7 @@ from elastirun.rendezvous.wire.codec import MAX_BYTES, Codec, decompressed
 from elastirun.rendezvous.wire.records import MemberList
 
 KEPT_LISTS = 4  # in a store that takes over, the votes of a thousand nodes may name two or three rounds
-LARGE = 16 << 10  # bytes, some 90 members; of a smaller list nobody writes or reads what differs: a round trip costs more
+LARGE = 16 << 10  # bytes, some 90 members; a smaller list is text, and nobody writes or reads what differs: a round trip costs more
 WORTH = 0.25  # of a list: what differs is not written if it is longer, since the list is read compressed
 BETWEEN_ENTRIES = re.compile(rb'(?<=[}"]),(?=[{"])')  # of the canonical JSON: members, and the ids in quorums
 
@@ -58,12 +58,13 @@ class MemberLists:
         return digest
 
     def whole(self, digest: str) -> bytes:
-        """Return the bytes to be stored for a list that this node knows."""
-        return zlib.compress(self._known[digest][1])
+        """Return the bytes to be stored for a list that this node knows: compressed if it is large."""
+        data = self._known[digest][1]
+        return zlib.compress(data) if len(data) > LARGE else data
 
     def take(self, digest: str, stored: bytes) -> MemberList:
         """Return the list that was stored whole. Errors: ``BadRecord``."""
-        return self._decode(digest, decompressed(stored))
+        return self._decode(digest, stored if stored.startswith(b"{") else decompressed(stored))
 
     def changes(self, digest: str) -> bytes:
         """Return the list as what differs from others that this node knows, and other nodes may; empty: there is none to differ from."""

@@ -262,7 +262,7 @@ class SyncProtocol:
         short = self._short(vote.record)
         if vote.record.members and short.members_digest not in self._voted:
             listed = self._members_key(short.members_digest)
-            if not (yield lambda store: store.has(listed)):
+            if not (self._lists.any_large(short.members_digest) and (yield lambda store: store.has(listed))):
                 yield from self._put_members(_list(vote.record))
             self._voted.add(short.members_digest)
         key = self._vote_key(vote.id)

@@ -67,6 +67,7 @@ NOW = Snapshot(
     failures=1,
     max_restarts=3,
     strikes=0,
+    failures_caused=0,
     hangs=0,
     restarts={"failure": 1, "lost": 1},
     seconds_since_round_start=12.5,

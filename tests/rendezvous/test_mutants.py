@@ -599,7 +599,7 @@ MUTANTS = (
     mutant(
         "who is ready for another round is not ready for this one",
         "peers.view:View.seen_by_all",
-        gets("stand", "[row.status for row in rows if row is not None]"),
+        gets("stand", "[row.status for row in found.values()]"),
         seen_by="steps::a_member_that_is_ready_for_another_round_is_not_ready_for_this_one",
     ),
     mutant(
@@ -1603,7 +1603,7 @@ MUTANTS = (
     mutant(
         "a member that has succeeded has seen its round",
         "peers.view:View.seen_by_all",
-        never("has_succeeded"),
+        never("succeeded"),
         seen_by="preparing::a_member_starts_although_another_one_has_succeeded_and_died_meanwhile[1.0]",
     ),
     mutant(

@@ -17,7 +17,7 @@ from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.wire import exchanges
+from elastirun.rendezvous.wire import exchanges, lists
 from elastirun.rendezvous.wire.actions import Outcome, Say, Sync
 from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import FoundAtStart, Synced, SyncFailed, Tick
@@ -866,8 +866,9 @@ class WithoutLists(MemoryStore):
         return super().put_if(key, expected, value)
 
 
-def test_members_that_another_node_has_written_beside_its_vote_are_not_sent_again() -> None:
+def test_members_that_another_node_has_written_beside_its_vote_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of a thousand nodes would send the list of a thousand members."""
+    monkeypatch.setattr(lists, "LARGE", 0)
     data: dict[str, bytes] = {}
     execute(SyncProtocol("job/", "b", Codec(), lambda: 0.0).put_vote(DEAD), MemoryStore(data))
     execute(SyncProtocol("job/", "c", Codec(), lambda: 0.0).put_vote(replace(DEAD, id="c")), WithoutLists(data))
