@@ -23,7 +23,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -85,6 +85,46 @@ class Counted:
         return answer
 
 
+class CountedStore(tcp.TcpStore):
+    """Our client, which counts the keys that it writes and reads."""
+
+    def __init__(self, tally: Tally, *where: Any) -> None:
+        self.tally = tally
+        super().__init__(*where)
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        wanted = list(keys)
+        found = super().get(wanted)
+        self.tally.count(*wanted, *found.values(), operations=len(wanted))
+        return found
+
+    def has(self, key: str) -> bool:
+        self.tally.count(key)
+        return super().has(key)
+
+    def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        found = super().put_if(key, expected, value)
+        self.tally.count(key, expected, value, found)
+        return found
+
+    def put_if_and_get(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> tuple[bytes | None, dict[str, bytes]]:
+        if self._beat(key, expected, value, keys) is None:
+            return self.put_if(key, expected, value), self.get(keys) if keys else {}
+        now, found = super().put_if_and_get(key, expected, value, keys)
+        self.tally.count(key, expected, value, now, *keys, *found.values(), operations=1 + len(keys))
+        return now, found
+
+    def ask(self, key: str, expected: bytes | None, value: bytes, keys: Sequence[str]) -> int | None:
+        if (begun := super().ask(key, expected, value, keys)) is not None:
+            self.tally.count(key, expected, value, *keys, operations=1 + len(keys))
+        return begun
+
+    def answer(self) -> tuple[bytes | None, dict[str, bytes]] | None:
+        if (found := super().answer()) is not None:
+            self.tally.count(found[0], *found[1].values(), operations=0)
+        return found
+
+
 # -- the nodes of one process -------------------------------------------------------------------------------------------
 
 
@@ -114,12 +154,7 @@ class Elastirun:
         self._nodes = {i: self._node(plan, i) for i in plan.mine}
 
     def _connector(self, endpoint: str, tally: Tally) -> Callable[[], Store]:
-        def connect() -> tcp.TcpStore:
-            store = tcp.connect(*split(endpoint))
-            store._store = Counted(store._store, tally)
-            return store
-
-        return connect
+        return lambda: CountedStore(tally, *split(endpoint), tcp.HANG_LIMIT, tcp.ANY_KEY)
 
     def _node(self, plan: Plan, index: int) -> Node:
         tally = Tally()
