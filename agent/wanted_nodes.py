@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from threading import Thread
 from typing import Any
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent import termination_log
 from elastirun.agent.part import Part
 from elastirun.agent.session import Session
@@ -112,12 +112,9 @@ class WantedNodes(Part):
     def _read(self) -> str:
         """Return the text in the file. One that is not there, also for a moment while the kubelet replaces it, says what it said before."""
         assert self._path is not None
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(fd, "rb", buffering=0) as file:
-                return (file.read(MOST_TEXT) or b"").decode("ascii", "replace").strip()
-        except OSError:
-            return self._text
+        with suppress(OSError), linux.Descriptor(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+            return os.read(fd, MOST_TEXT).decode("ascii", "replace").strip()
+        return self._text
 
     def _carry_out(self, text: str, record: RoundRecord, decides: bool) -> None:
         config, wanted = self._config, count_of(text)

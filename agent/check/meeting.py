@@ -57,7 +57,11 @@ class CheckMeeting:
             found = self._store.get([self._key("lead"), self._key("roster"), self._key(f"node/{me}")])
             if self._key(f"node/{me}") not in found:  # another lead has taken over, and has deleted what was there
                 self._store.put_if(self._key(f"node/{me}"), None, own)
+            followed = self.leads
             self._follow(found.get(self._key("lead")))
+            if self.leads and not followed:  # its own row may be among those of an earlier check, which it has deleted
+                self._store.put_if(self._key(f"node/{me}"), None, own)
+                began = changed = clock.now()
             if self.leads:
                 arrivals = self._all("node/", Arrival)
                 if len(arrivals) != known:
@@ -155,6 +159,17 @@ class CheckMeeting:
         with suppress(StoreError):
             while hosted and not self.arrival.hosting and clock.now() < until:
                 self._store.get([self._key("lead")])
+                self._pause(PAUSE)
+
+    def outlast(self, ids: Collection[str]) -> None:
+        """Serve the store, if this node does, until all nodes of a check without it have read the result, or have ended."""
+        until = clock.now() + END_LIMIT
+        with suppress(StoreError):
+            while self.arrival.hosting and clock.now() < until and not self._is_stale:
+                lead = self._store.get([self._key("lead")]).get(self._key("lead"))
+                if lead is None or len(self._store.under(self._key("read/"))) >= len(ids):
+                    break  # the last step of the lead is to delete its keys
+                self._note_lead(lead)
                 self._pause(PAUSE)
 
     def _follow(self, lead: bytes | None) -> None:

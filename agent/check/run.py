@@ -145,16 +145,18 @@ class _Node:
         near = roster.ids if meeting.leads else [one for one in (*peers.get(self.id, ()), *self._partners(roster)) if one]
         arrivals = meeting.arrivals(near)
         if self.id not in roster.ids or not {*near} <= arrivals.keys():
+            meeting.outlast(roster.ids)
             meeting.await_end(asked.before_job and roster.hosted)
             raise StoreError("the check of the others had begun when this node came")
         server.answer(roster.secret)
         measured = self._measure(meeting, roster, [arrivals[id] for id in peers[self.id]], arrivals)
-        found = meeting.collect(roster, measured, RESULTS_LIMIT + (self._probe.spread if self._probe else 0.0))
+        limit = RESULTS_LIMIT + (self._probe.spread if self._probe else 0.0)
+        found = meeting.collect(roster, measured, limit)
         if meeting.leads:
             result = judge([arrivals[id] for id in roster.ids], found, peers, config.min_nodes, meeting.unreadable)
             meeting.publish(result)
         else:
-            result = meeting.result(self._limit + RESULTS_LIMIT)
+            result = meeting.result(self._limit + limit)
         meeting.part()
         meeting.await_end(asked.before_job and roster.hosted)
         return result

@@ -97,6 +97,29 @@ def test_a_lead_that_was_killed_is_followed_by_another_which_begins_anew(monkeyp
     assert meeting.leads and roster.ids == ("n1",), "the row of the node that was killed is gone"
 
 
+def test_a_node_that_follows_a_lead_that_was_killed_while_nodes_gathered_is_on_its_own_roster(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"job/check/lead": b"killed 3"}
+    monkeypatch.setattr(module, "STALE", 0.05)
+    meeting = meet(data, node(1))
+    assert meeting.assemble(*expected(2, limit=0.2)).ids == ("n1",), "its row was deleted with those of the check before"
+
+
+def test_a_host_that_is_not_on_the_roster_serves_the_store_until_the_others_have_the_result() -> None:
+    data: dict[str, bytes] = {}
+    lead, host = meet(data, node(1)), meet(data, replace(node(0), hosting=True))
+    roster = lead.assemble(*expected(1))
+    assert host.assemble(*expected(1)).ids == ("n1",)
+    thread = threading.Thread(target=host.outlast, args=(roster.ids,))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive(), "the lead has not read the result"
+    lead.collect(roster, Measured("n1", (), (), ()), 60.0)
+    lead.publish(Result((), ()))
+    lead.part()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_lead_that_another_one_has_replaced_ends() -> None:
     data: dict[str, bytes] = {}
     meeting = meet(data, node(0))

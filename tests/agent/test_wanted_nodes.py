@@ -194,6 +194,15 @@ def test_a_fifo_holds_nothing_up(tmp_path: Path) -> None:
     assert not looked.is_alive() and one.written == []
 
 
+def test_a_folder_in_the_place_of_the_file_costs_no_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "nodes").mkdir()
+    one = Recorded(tmp_path / "nodes", SimpleNamespace(min_nodes=1, max_nodes=8, token=None))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        one._read()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_without_a_file_nothing_is_due() -> None:
     one = Recorded(None, SimpleNamespace(min_nodes=1, max_nodes=8, token=None))
     assert one.tick(1.0) == float("inf")
