@@ -51,7 +51,7 @@ to do for each finding.
 
 elastirun --check ... train.py does the same before a job, and a node that should not take part ends.
 
-Exit status: 0 this node may take part; 2 wrong use; 201 fewer nodes came than --nnodes asks for;
+Exit status: 0 this node may take part; 2 wrong use; 201 too few nodes came, or the check broke off;
 202 this node should not take part, or does not reach the place where the nodes meet.
 """
 
