@@ -1,6 +1,6 @@
 """Counts what a check, and the reports of step times, ask of the store, on a simulated clock.
 
-    python -m benchmarks.check_counts [10 100 1000]        1000 nodes take a minute; PyPy is faster
+    python -m benchmarks.check_counts [10 100 1000]        1000 nodes take minutes: each is a thread
 
 The nodes run the real meeting of ``elastirun check``, each in a thread, one at a time; what they would measure takes a second. A round trip
 to the store takes 4 ms. Each key that is read or written counts as one operation. docs/scale.md has the figures.

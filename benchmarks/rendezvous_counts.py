@@ -97,12 +97,12 @@ class SharedLists(MemberLists):
 class CrowdProtocol(SyncProtocol):
     """The sync protocol of one of many nodes, which share what they have read: in a cluster each has it in its own memory."""
 
-    lists_type = SharedLists
     _shared: ClassVar[dict[RoundRecord, RoundRecord]] = {}  # by record as it is stored
     _parsed: ClassVar[dict[str, tuple[bytes, Any]]] = {}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
+        super().__init__(job, me, codec, clock)
+        self._lists = SharedLists(replace(codec, store=""), job + "members")
         self._known = self._parsed
 
     def _whole_record(self, short: RoundRecord) -> Steps:

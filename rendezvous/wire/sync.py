@@ -83,8 +83,6 @@ class SyncProtocol:
     record has the digest of their bytes (lists.py).
     """
 
-    lists_type = MemberLists
-
     def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
         self._job = job
         self.round_key = job + "round"
@@ -92,7 +90,7 @@ class SyncProtocol:
         self.vote_keys = (f"{job}vote/", f"{job}members/")  # the keys that ``put_vote`` writes begin so
         self._me = me
         self._codec = codec
-        self._lists = self.lists_type(replace(codec, store=""), job + "members")
+        self._lists = MemberLists(replace(codec, store=""), job + "members")
         self._clock = clock
         self._newest: RoundRecord | None = None  # record that was read
         self._voted: set[str] = set()  # digests of the lists that were written beside votes: no list is deleted while votes count
