@@ -61,7 +61,7 @@ class HangWatch(Part):
         self._reports: HangReports | None = None  # this node's part in the verdict of all nodes, while a hang lasts
         self._listen_at = math.inf  # when to look for that verdict
         self._debugged: dict[int, int] = {}  # by local rank: the steps of workers that were seen in a debugger for Python
-        # Of workers that have not written their stacks; None: none was asked.
+        # By local rank: what py-spy is asked about workers that have not written their stacks; None: py-spy was not asked.
         self._questions: dict[int, py_spy.StackQuestion] | None = None
         self.hangs = 0  # that were found, in all rounds
         self._forget()

@@ -18,7 +18,7 @@ from elastirun.rendezvous.wire.codec import clip
 from elastirun.threads import start_thread
 
 LOOK_EVERY = 5.0  # seconds; of two looks, each waiting job has written a keep-alive in between
-MOST_JOBS = 16  # jobs that are looked at; more than these share an endpoint on purpose
+MOST_JOBS = 16  # jobs whose keep-alives are read; where more share an endpoint, somebody wants them to
 _ROUND = re.compile(rb'"round": ?(\d+)')  # in a round record, which may be signed with a token of that job
 
 

@@ -60,7 +60,7 @@ def all_train(agents: Sequence[RunningAgent]) -> bool:
 
 
 def choose(fault: PlannedFault, agents: Sequence[RunningAgent], comes_back: bool) -> FaultTarget | str:
-    """Return whom the fault hits, or why it is left out. ``comes_back``: an agent that ends is started again.
+    """Return the process that the fault hits, or why the fault is left out. ``comes_back``: an agent that ends is started again.
 
     A worker or an agent that does not train is never chosen: nobody could see that the others go on. ``host`` is the kind for the host
     of the store, so the other kinds choose among the other agents, where there are some.

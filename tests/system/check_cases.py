@@ -73,7 +73,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to break a cluster of ``count`` nodes, and the finding that is expected: its kind, and whom it names."""
+    """One way to break a cluster of ``count`` nodes, and the finding that is expected: its kind, and the nodes that it names."""
 
     count: int
     break_: Callable[[Cluster], None]
