@@ -1,4 +1,4 @@
-"""``elastirun chaos`` without a job: the plan, the process that a fault hits, the next step as pages show it, the verdict, and bad options."""
+"""``elastirun chaos`` without a job: the plan, the process that a fault hits, the next step in pages, the verdict, bad options."""
 
 from __future__ import annotations
 
