@@ -21,10 +21,8 @@ import pytest
 from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest
 
 from elastirun.agent.observe.account import Totals
-from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.agent.status import health
-from elastirun.agent.status.health import Snapshot
 from elastirun.agent.status.trainer_status import (
     CA_CERT,
     EVERY,
@@ -39,6 +37,7 @@ from elastirun.agent.status.trainer_status import (
     trainer_status,
 )
 from elastirun.errors import StartError
+from tests.agent import test_health
 from tests.deploy import models
 from tests.support.certificates import Authority
 from tests.support.cluster import PATIENCE, WORKER, Cluster, free_port
@@ -50,32 +49,11 @@ from elastirun.progress import progress
 for step in range(3):
     progress(step=step, total=12)
 {WORKER}"""
-NOW = Snapshot(
-    state=NodeState.RUNNING,
-    version="1",
-    job="digits",
-    node="node0",
-    address="10.0.0.1",
+NOW = replace(
+    test_health.NOW,
     node_rank=0,
-    round=3,
-    reason="node2 joined",
-    world_size=16,
     nodes=("node0", "node1"),
-    min_nodes=2,
-    max_nodes=2,
-    joins_waiting=0,
-    failures=1,
-    max_restarts=3,
-    strikes=0,
-    failures_caused=0,
-    hangs=0,
     restarts={"failure": 1, "lost": 1},
-    seconds_since_round_start=12.5,
-    seconds_since_keep_alive=0.25,
-    hosts_store=True,
-    finished=(),
-    workers={"running": 8, "stopping": 0, "ended": 0},
-    checkpoints_held_bytes=0,
     steps=(WorkerSteps(0, 0, 120, 0.5, 2.0), WorkerSteps(1, 1, 121, 0.25, None)),
     account=Totals(100.0, 0.81239, {"training": 80.0}, {"failure": 20.0}, {"failure": 2}, True),
 )
