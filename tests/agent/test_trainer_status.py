@@ -49,6 +49,8 @@ from elastirun.progress import progress
 for step in range(3):
     progress(step=step, total=12)
 {WORKER}"""
+# Python's SSLContext.wrap_socket leaves a server's socket open where the client has reset the connection before the handshake.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning")
 NOW = replace(
     test_health.NOW,
     node_rank=0,
