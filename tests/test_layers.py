@@ -45,6 +45,7 @@ CHECK = "elastirun.agent.check"
 LIVE = "elastirun.worker.live_messages"
 WORLDS = "elastirun.worker.live_worlds"
 CONNECTION = ("elastirun.worker.live_connection", LIVE, WORLDS)
+ENDS = "elastirun.agent.observe.round_ends"
 ASKING = ("elastirun.worker.agent_socket", "elastirun.worker.current_round")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
@@ -52,7 +53,8 @@ LAYERS = (  # the first that a module is below counts
     # decisions
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
     Layer("elastirun.agent.observe.node_states", never=EFFECTS),
-    Layer("elastirun.agent.observe.account", (PAGE, "elastirun.agent.observe.node_states"), never=EFFECTS),
+    Layer(ENDS, ("elastirun.rendezvous",), never=EFFECTS),
+    Layer("elastirun.agent.observe.account", (PAGE, ENDS, "elastirun.agent.observe.node_states"), never=EFFECTS),
     Layer("elastirun.agent.hangs.detection", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.hangs.causes", never=EFFECTS),
     Layer("elastirun.agent.hangs.stragglers", (PAGE, USUAL), never=EFFECTS),

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
+from elastirun.agent.observe.round_ends import UNKNOWN
 from elastirun.worker.progress_page import NS, Page
 
 LONG = 600.0  # seconds; after so long also a job of one node with a single round ends with its account in words
-FAILURE, LEAVE, UNKNOWN = "failure", "leave", "unknown"  # causes that this module names; all others come from the round record
 _TRAINING = WORDS[NodeState.RUNNING].spent
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 from elastirun import clock
 from elastirun.agent.observe import account, events
-from elastirun.agent.observe.account import FAILURE, LEAVE, Account, Stamps, StateChange, Totals
+from elastirun.agent.observe.account import Account, Stamps, StateChange, Totals
 from elastirun.agent.observe.events import Event
 from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.agent.observe.round_ends import cause_of, lost_after_all
 from elastirun.agent.part import NodeRound, Part
 from elastirun.rendezvous.wire.actions import Stop
-from elastirun.rendezvous.wire.records import Broken, RoundRecord
+from elastirun.rendezvous.wire.records import Cause, RoundRecord
 from elastirun.worker.progress_page import NS, Page
 
 OFTEN, SELDOM = 10.0, 60.0  # seconds between two events with the steps: of a young round, and of one that lasts
@@ -29,7 +30,7 @@ class Accounting(Part):
 
     def __init__(self, pages: ProgressPages, write: Callable[[Event], None]) -> None:
         self._pages, self._write = pages, write
-        self._broken: tuple[int, Broken] | None = None  # the end of a round that was seen last, with the round's number
+        self._broken: RoundRecord | None = None  # the record with the end of a round that was seen last
         self._over = 0  # the number of the last round whose end the account knows, whatever the cause
         self._number = 0  # of the round whose workers run here, or ran last
         self._began = 0.0  # when its workers were started
@@ -73,18 +74,22 @@ class Accounting(Part):
         The end of one round may be told several times: with more lost nodes, or with another cause, by the node that has taken over the
         store.
         """
-        if record is None or record.broken is None or record.round < self._over:
+        if record is None or record.round < self._over:
             return
-        if (record.round, record.broken) != self._broken:
-            self._broken = record.round, record.broken
+        known, cause = self._broken, cause_of(record)
+        if cause is not None and (known is None or (known.round, known.broken) != (record.round, record.broken)):
+            self._broken = record
             again, self._over = record.round <= self._over, max(self._over, record.round)
-            self._account.end_early(record.broken.cause.value, now, self._stamps(), again=again)
+            self._account.end_early(cause.value, now, self._stamps(), again=again)
+        elif known is not None and known.round == self._over and lost_after_all(known, record):
+            self._broken = None
+            self._account.end_early(Cause.LOST.value, now, self._stamps(), again=True)
 
     def worker_failed(self) -> None:
-        self._account.end_early(FAILURE, clock.now(), self._stamps(), certain=False)
+        self._account.end_early(Cause.FAILURE.value, clock.now(), self._stamps(), certain=False)
 
     def round_stops(self, stop: Stop, grace: float) -> None:
-        self._account.end_early(LEAVE, clock.now(), self._stamps(), certain=False)
+        self._account.end_early(Cause.LEAVE.value, clock.now(), self._stamps(), certain=False)
 
     def idle(self) -> None:
         self._write_steps()

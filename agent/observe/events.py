@@ -13,10 +13,11 @@ from elastirun import clock
 from elastirun.agent import part
 from elastirun.agent.observe import account
 from elastirun.agent.observe.node_states import NodeState
+from elastirun.agent.observe.round_ends import cause_of, ended_rounds, lost_after_all
 from elastirun.agent.output.log_files import LogFile
 from elastirun.agent.part import NodeRound, Part
 from elastirun.rendezvous.wire import actions
-from elastirun.rendezvous.wire.records import Blame, ExitRecord, RoundRecord
+from elastirun.rendezvous.wire.records import Blame, Cause, ExitRecord, RoundRecord
 
 FORMAT = 1  # raised when a field changes its meaning
 OF_WORKERS = ("worker_exit", "failure")  # events whose source is a worker, in torchrun's words
@@ -294,8 +295,8 @@ def torchrun_line(kind: str, now: float, metadata: Mapping[str, object]) -> str:
 class RoundEvents(Part):
     """Writes the events of rounds and workers to ``log``, and remembers when the last round ended: their durations count from that moment.
 
-    ``ended``: how many rounds have ended before their work was done, by cause. ``started_at``: when this node's workers were started last.
-    ``node``: the id of this one. ``silent_for``: node id to seconds without a keep-alive.
+    ``ended``: how many rounds have ended before their work was done, by cause; a failure counts once it is judged. ``started_at``: when
+    this node's workers were started last. ``node``: the id of this one. ``silent_for``: node id to seconds without a keep-alive.
     """
 
     def __init__(self, log: EventLog, node: str, silent_for: Callable[[str], float]) -> None:
@@ -345,19 +346,6 @@ class RoundEvents(Part):
         return None if self._over_since is None else round(now - self._over_since, 3)
 
 
-def ended_rounds(old: RoundRecord | None, new: RoundRecord) -> list[str]:
-    """Return the cause of each round that ended between two reads of the round record; "unknown" where no read showed it. Pure.
-
-    ``new`` may be of an earlier round: the node that has taken over the store may not have read the last one.
-    """
-    if old is None or not old.round or new.round < old.round:
-        return []
-    if new.round == old.round:
-        return [new.broken.cause.value] if new.broken and not old.broken else []
-    unseen = new.round - old.round - (old.broken is not None)
-    return ["unknown"] * unseen + ([new.broken.cause.value] if new.broken else [])
-
-
 def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:
     """Return what happened between two reads of the round record. Pure."""
     found: list[Event] = []
@@ -366,12 +354,15 @@ def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:
     now = {m.id for m in new.members}
     same_round = old is not None and old.round == new.round
     if new.round and not same_round:
+        if old is not None and old.broken is not None and lost_after_all(old, new):
+            lost = [names[i] for i in names if i in before - now]
+            found.append(Broken(old.round, Cause.LOST.value, old.broken.reason, names.get(old.broken.by, old.broken.by), lost))
         joined, gone = ([names[i] for i in sorted(ids, key=lambda i: names[i])] for ids in (now - before, before - now))
         found.append(Formed(new.round, new.reason, [m.name for m in new.members], joined, gone, new.world_size, new.failures))
-    broken, closed = new.broken, new.closed
-    if broken is not None and not (same_round and old and old.broken is not None):
+    broken, closed, cause = new.broken, new.closed, cause_of(new)
+    if broken is not None and cause is not None and not (same_round and old and cause_of(old) is cause):
         lost = [names.get(i, i) for i in broken.died]
-        found.append(Broken(new.round, broken.cause.value, broken.reason, names.get(broken.by, broken.by), lost))
+        found.append(Broken(new.round, cause.value, broken.reason, names.get(broken.by, broken.by), lost))
     if closed is not None and not (old and old.closed):
         found.append(Closed(new.round, closed.verdict.value, closed.reason, names.get(closed.by, closed.by)))
     return found

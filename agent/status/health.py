@@ -19,6 +19,7 @@ from elastirun.agent.observe.account import Totals
 from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.events import RoundEvents
 from elastirun.agent.observe.node_states import NodeState
+from elastirun.agent.observe.round_ends import UNKNOWN
 from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.agent.quarantine import Quarantine
 from elastirun.agent.session import Session
@@ -35,7 +36,7 @@ from elastirun.rendezvous.wire.records import Cause, Status
 OPTION = "--health-port"
 BY_ROW = {**job_status.BY_ROW, Status.LEFT: NodeState.FINISHING}  # an agent that answers is still about to end
 STATES = (*dict.fromkeys(BY_ROW.values()), NodeState.SITTING_OUT)
-CAUSES = (*(cause.value for cause in Cause), "unknown")
+CAUSES = (*(cause.value for cause in Cause), UNKNOWN)
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import urllib.parse
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from socket import SHUT_RDWR
 from threading import Thread
 from typing import Any
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.part import NodeRound, Part
 from elastirun.agent.processes import marks
@@ -33,6 +33,7 @@ VARIABLE = "ELASTIRUN_TRAINER_STATUS"  # off: the script reports by itself, and 
 EVERY = 15.0  # seconds between two posts, each of which is a write to the cluster's API server
 LIMIT = 3.0  # seconds to connect, and for each piece of the answer; also for the last post, at the end of the agent
 MOST_TOKEN = 16384  # bytes; that of a service account has about 1000
+MOST_CERTIFICATES = 1 << 20  # bytes; one has about 2000
 MOST_SECONDS = (1 << 31) - 1  # that Trainer takes as remaining
 
 
@@ -56,7 +57,7 @@ def status_server(environ: Mapping[str, str]) -> StatusServer | None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme == "https" and parts.hostname:
             return StatusServer(parts.hostname, parts.port or 443, parts.path or "/", environ.get(CA_CERT, ""), token)
-    raise StartError(f"{URL} is no https address")
+    raise StartError(f"{URL} is no https address with a host, and a port if it has one")
 
 
 def trainer_status(shown: Snapshot, steps: int, at: int, total: int, succeeded: bool, now: float) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class TrainerStatus(Part):
 
         try:
             headers = {"Authorization": f"Bearer {_token(server.token)}", "Content-Type": "application/json"}
-            context = ssl.create_default_context(cafile=server.ca_cert or None)
+            context = ssl.create_default_context(cadata=_certificates(server.ca_cert) if server.ca_cert else None)
             self._connection = connection = HTTPSConnection(server.host, server.port, timeout=LIMIT, context=context)
             with closing(connection):
                 connection.request("POST", server.path, body, headers)
@@ -161,9 +162,25 @@ class TrainerStatus(Part):
 
 
 def _token(path: str) -> str:
-    """Return the token in the file. Raises OSError and StartError."""
-    with Path(path).open("rb") as file:
-        token = file.read(MOST_TOKEN + 1).decode("ascii", "replace").strip()
+    """Return the token in the file. Raises StartError."""
+    token = _read(path, MOST_TOKEN + 1).decode("ascii", "replace").strip()
     if len(token) > MOST_TOKEN or not token.isascii() or not token.isprintable() or not token or " " in token:
         raise StartError(f"{path} holds no token")
     return token
+
+
+def _certificates(path: str) -> str:
+    """Return the certificates in the file, whose comments may be in any language. Raises StartError."""
+    text = _read(path, MOST_CERTIFICATES).decode("ascii", "ignore")
+    if "BEGIN CERTIFICATE" not in text:
+        raise StartError(f"{path} holds no certificate")
+    return text
+
+
+def _read(path: str, most: int) -> bytes:
+    """Return at most ``most`` bytes of the file; none of a named pipe, which may never be written to. Raises StartError."""
+    try:
+        with linux.Descriptor(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+            return os.read(fd, most)
+    except OSError as error:
+        raise StartError(f"{path}: {error.strerror}") from error

@@ -302,13 +302,15 @@ def _each(agents: Sequence[AgentEvents], *kinds: str) -> Iterable[tuple[int, Tim
 
 
 def _faults(agents: Sequence[AgentEvents]) -> dict[FaultKey, Fault]:
-    """Return the rounds that ended early, as the first event tells of each."""
+    """Return the rounds that ended early, as the first event tells of each; a later one may tell that a failure came from a lost node."""
     found: dict[FaultKey, Fault] = {}
     for job, one in sorted(_each(agents, "broken"), key=lambda item: item[1].at):
         key = (job, one.event.whole("round"))
         if key not in found:
             cause, reason, by = (one.event.text(name) for name in ("cause", "reason", "by"))
             found[key] = Fault(job, key[1], one.at, cause if cause in CAUSES else "unknown", reason, by)
+        elif (found[key].cause, one.event.text("cause")) == ("failure", "lost"):
+            found[key].cause = "lost"
     for key in _hung(agents):
         if key in found and found[key].cause == "failure":
             found[key].cause = HANG

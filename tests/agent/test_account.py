@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.part import NodeRound
-from elastirun.rendezvous.wire.records import Broken, Cause, RoundRecord
+from elastirun.rendezvous.wire.records import Broken, Cause, Member, RoundRecord
 from elastirun.worker.progress_page import FARTHEST, NS, Page
 from tests.agent.test_hangs import pages, worker
 
@@ -331,6 +332,17 @@ def test_a_round_whose_record_names_more_lost_nodes_later_has_ended_once() -> No
 def test_the_last_cause_that_is_told_of_a_round_counts() -> None:
     """A node that sees the host go takes it for lost. The node that takes over the store may know better."""
     assert ended(broken(1, Cause.LOST, ("n1",)), broken(1, Cause.LEAVE, ("n1",), term=1), 2) == {"leave": 1}
+
+
+def test_a_failure_in_a_round_that_also_lost_a_node_is_charged_to_the_loss() -> None:
+    """The workers of the others crash seconds before anybody can know that a node is gone, see docs/decisions/0001."""
+    failed, lost = broken(1, Cause.FAILURE), broken(1, Cause.FAILURE, ("n2",))
+    assert ended(failed, lost, RoundRecord("s", round=2), 2) == ended(lost, 2) == {"lost": 1}
+    both = tuple(Member(name, name, "", 1, 1) for name in ("n1", "n2"))
+    failed, second = replace(failed, members=both), RoundRecord("s", round=2, members=both[:1])
+    assert ended(failed, second, 2) == {"lost": 1}, "the record that names it was not read"
+    assert ended(failed, replace(second, failures=1), 2) == {"failure": 1}, "the other node has left"
+    assert ended(failed, replace(second, members=both), 2) == {"failure": 1}, "as after --restart-window, where the count begins anew"
 
 
 def test_the_next_round_ends_once_more() -> None:

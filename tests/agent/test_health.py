@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastirun.agent.observe.account import Totals
-from elastirun.agent.observe.events import ended_rounds
 from elastirun.agent.observe.node_states import NodeState
+from elastirun.agent.observe.round_ends import ended_rounds
 from elastirun.agent.observe.step_rates import WorkerSteps
 from elastirun.agent.status.health import BY_ROW, CAUSES, PAGES, STATES, Snapshot
-from elastirun.rendezvous.wire.records import Broken, Cause, RoundRecord, Status
+from elastirun.rendezvous.wire.records import Broken, Cause, Closed, Member, RoundRecord, Status, Verdict
 
 NOW = Snapshot(
     state=NodeState.RUNNING,
@@ -130,6 +130,10 @@ def test_each_status_of_a_row_has_a_state() -> None:
 
 ONE, TWO, FIVE = (RoundRecord("s", round=number) for number in (1, 2, 5))
 BROKEN = Broken(Cause.LOST, "silent", "n1")
+TWO_NODES = tuple(Member(name, name, "", 1, 1) for name in ("n1", "n2"))
+FAILED = RoundRecord("s", round=1, members=TWO_NODES, broken=Broken(Cause.FAILURE, "failed", "n1"))
+FAILED_AND_LOST = replace(FAILED, broken=Broken(Cause.FAILURE, "failed", "n1", ("n2",)))
+WITHOUT_N2 = replace(TWO, members=TWO_NODES[:1])
 
 
 @pytest.mark.parametrize(
@@ -147,6 +151,16 @@ BROKEN = Broken(Cause.LOST, "silent", "n1")
         (ONE, FIVE, ["unknown"] * 4),
         (replace(TWO, broken=BROKEN), FIVE, ["unknown"] * 2),
         (replace(TWO, broken=BROKEN), replace(ONE, broken=BROKEN, term=1), []),  # who took over had not read round 2
+        (ONE, FAILED, []),  # a failure is judged when the next round forms
+        (FAILED, replace(TWO, members=TWO_NODES, failures=1), ["failure"]),
+        (FAILED, replace(WITHOUT_N2, failures=1), ["failure"]),  # the other node has left
+        (FAILED, replace(TWO, members=TWO_NODES), ["failure"]),  # as after --restart-window, where the count begins anew
+        (FAILED, replace(FAILED, closed=Closed(Verdict.FAILED, "spent", "n1")), ["failure"]),
+        (FAILED, FAILED_AND_LOST, ["lost"]),
+        (FAILED_AND_LOST, WITHOUT_N2, []),
+        (FAILED, WITHOUT_N2, ["lost"]),  # the record that names it was not read
+        (FAILED, FIVE, ["failure", *["unknown"] * 3]),
+        (FAILED, replace(TWO, failures=1, broken=BROKEN), ["failure", "lost"]),
     ],
 )
 def test_each_round_that_ended_is_counted_once(old: RoundRecord | None, new: RoundRecord, causes: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import socketserver
 import ssl
@@ -297,12 +298,28 @@ def test_a_server_that_is_away_or_of_another_authority_is_one_line(
     assert trainer.posts.empty()
 
 
-@pytest.mark.parametrize("text", [None, "", "two words", f"{SECRET}\nX-Injected: 1", SECRET * 1000, "\x00"])
+@pytest.mark.parametrize("text", [None, "", "two words", "a pipe", f"{SECRET}\nX-Injected: 1", SECRET * 1000, "\x00"])
 def test_a_token_that_is_none_is_not_sent(nodes: Cluster, trainer: Trainer, authority: Authority, token: Path, text: str | None) -> None:
-    token.unlink() if text is None else token.write_text(text)
+    token.unlink() if text in (None, "a pipe") else token.write_text(text or "")
+    if text == "a pipe":
+        os.mkfifo(token)
     nodes.env |= variables(trainer.server_port, authority, token)
     ends_well(nodes, "No such file" if text is None else f"{token} holds no token (said once)")
     assert trainer.posts.empty() and len(SECRET * 1000) > MOST_TOKEN
+
+
+@pytest.mark.parametrize("kind", ["missing", "pipe", "folder", "garbage"])
+def test_a_certificate_that_is_none_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, trainer: Trainer, authority: Authority, token: Path, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "ca.crt"
+    {"missing": lambda: None, "pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "garbage": lambda: path.write_bytes(b"\xff")}[kind]()
+    one = part(monkeypatch, variables(trainer.server_port, authority, token) | {CA_CERT: str(path)})
+    one._send()
+    one._wait()
+    (line,) = one._parts.session.access.notices
+    why = {"missing": ": No such file or directory", "folder": ": Is a directory"}.get(kind, " holds no certificate")
+    assert f"{path}{why} (said once)" in line and trainer.posts.empty()
 
 
 # -- the part alone ----------------------------------------------------------------------------------------------------------------

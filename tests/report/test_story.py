@@ -87,6 +87,12 @@ def hung(told_by: int = 0, round: int = 1) -> list[Agent]:
     return agents
 
 
+def test_a_failure_is_a_loss_where_a_later_event_tells_so(tmp_path: Path) -> None:
+    a = Agent("a-1", "a").start(10, 1).broken(50, 1, "failure", "rank 1 failed").broken(53, 1, "lost", "rank 1 failed", ("b",))
+    (fault,) = told(tmp_path, [a.spent(54, 1, starting=5, training=35).start(55, 2).end(60, 60)]).faults
+    assert (fault.cause, fault.reason) == ("lost", "rank 1 failed")
+
+
 @pytest.mark.parametrize("told_by", [0, 1])
 def test_a_hang_is_drawn_as_one_until_it_was_noticed(tmp_path: Path, told_by: int) -> None:
     found = told(tmp_path, hung(told_by))

@@ -11,7 +11,7 @@ import pytest
 
 from elastirun.agent.observe.node_states import NodeState
 from elastirun.report import clocks, reader, story
-from tests.support.cluster import WORKER, Cluster, free_port
+from tests.support.cluster import WORKER, Cluster, free_port, kill
 from tests.system.test_health import metrics, status
 
 STEPS = """
@@ -64,3 +64,22 @@ def test_a_failure_costs_its_restart_and_the_steps_that_are_done_again(nodes: Cl
     assert told.spent[NodeState.RUNNING] == pytest.approx(seconds["training"], abs=0.05)
     assert f"time of {os.uname().nodename}" in nodes.out(1) and "  lost by cause: failure " in nodes.out(1)
     assert "time of" not in nodes.out(2), "node 0 says it"
+
+
+def test_workers_that_crash_for_the_loss_of_a_node_are_charged_to_the_loss(nodes: Cluster) -> None:
+    port = free_port()
+    one = nodes.agent(1, f"--health-port=127.0.0.1:{port}", "--max-restarts=0", "--expire=1", f"--log-dir={nodes.tmp_path}/logs")
+    two = nodes.agent(2, "--expire=1")
+    worker = nodes.round(2)[0]
+    kill(two)
+    worker.tell("exit 3")  # as NCCL does, seconds before anybody can know that the node is gone
+    (again,) = nodes.round(1, after=1)
+    assert metrics(port)[("elastirun_restarts_total", "lost")] == 1
+    again.tell("exit 0")
+    assert nodes.ends(one) == 0
+    found = events(nodes.tmp_path / "logs")
+    account = next(event for event in found if event["event"] == "account")
+    assert account["rounds_ended"] == {"lost": 1} and account["lost_seconds"].keys() == {"lost"}
+    assert {event["cause"] for event in found if event["event"] == "round_spent"} == {"", "lost"}
+    told = story.tell(clocks.align(reader.read([str(nodes.tmp_path / "logs")]).events))
+    assert [(fault.round, fault.cause) for fault in told.faults] == [(1, "lost")]

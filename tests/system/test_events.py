@@ -37,6 +37,16 @@ def test_each_change_of_the_record_is_told_once() -> None:
     assert [type(event) for event in changes(FIRST, replace(CLOSED, broken=BROKEN.broken))] == [Formed, Broken, Closed]
 
 
+def test_a_failure_that_comes_from_the_loss_of_a_node_is_told_once_more() -> None:
+    failed = replace(FIRST, broken=records.Broken(Cause.FAILURE, "rank 0 failed", "a1"))
+    with_loss = replace(failed, broken=records.Broken(Cause.FAILURE, "rank 0 failed", "a1", ("b1",)))
+    again = Broken(1, "lost", "rank 0 failed", by="a", lost=["b"])
+    assert changes(FIRST, failed) == [replace(again, cause="failure", lost=[])]
+    assert changes(failed, with_loss) == [again] and [type(event) for event in changes(with_loss, SECOND)] == [Formed]
+    assert changes(failed, SECOND)[0] == again, "the record that names it was not read"
+    assert [type(event) for event in changes(failed, replace(SECOND, failures=1))] == [Formed]
+
+
 def test_the_page_and_the_code_have_the_same_events_and_fields() -> None:
     page = (Path(__file__).parents[2] / "docs" / "events.md").read_text().partition("\n## ")[0]
     fields: dict[str, set[str]] = {}
