@@ -51,7 +51,8 @@ class CheckMeeting:
 
         ``last_call``: seconds without another node, once ``least`` are there, after which no more are waited for.
         """
-        me, began, changed, known = self.arrival.id, clock.now(), clock.now(), 0
+        me, known = self.arrival.id, 0
+        came = began = changed = clock.now()
         own = self._put(f"node/{me}", self.arrival)
         while True:
             found = self._store.get([self._key("lead"), self._key("roster"), self._key(f"node/{me}")])
@@ -75,6 +76,8 @@ class CheckMeeting:
                     return roster
             elif (written := found.get(self._key("roster"))) is not None and not self._is_stale:
                 return self._decode("roster", written, Roster)
+            elif clock.now() - came >= 2 * limit + STALE:  # twice, for a lead that has followed another
+                raise StoreError(f"{self._key('lead')} is counted up, but no node has said who takes part; a stranger may write there")
             self._pause(PAUSE)
 
     def arrivals(self, ids: Collection[str]) -> dict[str, Arrival]:

@@ -198,6 +198,19 @@ def test_a_lead_that_writes_no_result_is_not_waited_for_for_ever(monkeypatch: py
     assert time.monotonic() - began < 60.0, "it has ended"
 
 
+def test_a_stranger_who_counts_as_the_lead_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALE", 0.05)
+    data: dict[str, bytes] = {}
+
+    def count(seconds: float) -> None:
+        data["job/check/lead"] = f"stranger {time.monotonic_ns() % 10**12}".encode()
+        time.sleep(0.001)
+
+    count(0.0)
+    with pytest.raises(StoreError, match="a stranger may write there"):
+        meet(data, node(1), wait=count).assemble(*expected(2, limit=0.2))
+
+
 @pytest.mark.parametrize(
     "change", [{"id": "other"}, {"ports": (70_000,)}, {"ports": (0,)}, {"ports": tuple(range(1, 30))}, {"meet": -1}, {"address": "a name"}]
 )
