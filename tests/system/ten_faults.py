@@ -191,6 +191,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--calm", type=float, default=4.0)
     given = parser.parse_args()
+    if given.keep and given.keep.exists() and any(given.keep.iterdir()):
+        parser.error(f"--keep: {given.keep} is not empty")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:

@@ -64,9 +64,10 @@ def test_a_node_without_a_token_or_with_another_one_is_told(nodes: Cluster) -> N
     token = nodes.tmp_path / "token"
     token.write_bytes(b"0123456789abcdef")
     token.chmod(0o600)
-    where = ["check", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=job", "--torch=off", "--join-timeout=5"]
-    one = nodes.launch(1, *where, "--rdzv-conf=is_host=1", "--local-addr=127.0.0.1", f"--token-file={token}")
-    other = nodes.launch(2, *where, "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2")
+    where = ["check", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=job", "--torch=off"]
+    other = nodes.launch(2, *where, "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2", "--join-timeout=20")
+    nodes.says(2, "waits for the store")
+    one = nodes.launch(1, *where, "--rdzv-conf=is_host=1", "--local-addr=127.0.0.1", "--join-timeout=5", f"--token-file={token}")
     assert (nodes.ends(one), nodes.ends(other)) == (201, 201)
     assert "signed" in nodes.out(1) and "signed, but this node has no token" in nodes.out(2)
 

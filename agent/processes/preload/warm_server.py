@@ -287,7 +287,7 @@ def receive(listener: socket) -> tuple[socket, list[int], float] | None:
         if not peer_is_ours(connection):
             raise PermissionError
         connection.sendall(HELLO)
-        data, fds, _, _ = socket.recv_fds(connection, PACKET_LIMIT, STREAMS + 2, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(connection, PACKET_LIMIT, STREAMS + 2)
         connection.settimeout(None)
         if len(fds) == STREAMS + 2 and (seconds := float(json.loads(data)["seconds"])) >= 0:
             return connection, fds, seconds
