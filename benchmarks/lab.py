@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,9 @@ class Bench:
         for key in list(self._selector.get_map().values()):
             os.close(key.fileobj) if isinstance(key.fileobj, int) else key.fileobj.close()  # type: ignore[attr-defined]
         self._selector.close()
-        shutil.rmtree(self.folder)
+        while self.folder.exists():
+            with suppress(FileNotFoundError):  # the guards of the agents remove their log folders meanwhile
+                shutil.rmtree(self.folder)
 
     def _path(self, node: str) -> Path:
         return self.folder / f"{node}.out"

@@ -23,7 +23,7 @@ rank, stream = os.environ["RANK"], sys.argv[1]
 body = "abcd"[int(rank)] * {SIZE}
 file = getattr(sys, stream)
 for i in range({LINES}):
-    print(rank, i, body, sep=":", file=file)
+    print(rank, i, body, sep=":", file=file, flush=True)  # a line that is begun and goes on after half a second makes two
 """
 
 # Fills the console until nobody takes any more, says so, and goes on writing; SIGTERM tells it to save its work.
