@@ -90,7 +90,7 @@ def test_a_port_of_their_own_on_request(nodes: Cluster) -> None:
 
 
 def test_another_jobs_store_is_not_used_by_our_workers(nodes: Cluster) -> None:
-    where = ("--rdzv-backend=c10d", "--master-addr=127.0.0.1", "--expire=60")
+    where = ("--rdzv-backend=c10d", "--master-addr=127.0.0.1", "--expire=10")
     start(nodes, 1, 1, *where, "--rdzv-id=one", "--rdzv-conf=is_host=1", f"--rdzv-endpoint=127.0.0.1:{nodes.port}")
     (one,) = nodes.round(1)
     start(nodes, 2, 2, *where, "--rdzv-id=two")
