@@ -60,17 +60,13 @@ def prepare_in_thread(notice: bytes) -> None:
     """
 
     def prepare() -> None:
-        try:
+        with suppress(Exception):
             from elastirun.agent.processes import death_notice
 
             death_notice.prepare(notice)
-        except Exception:
-            pass
 
-    try:
+    with suppress(RuntimeError):  # the limit of processes is reached
         _thread.start_new_thread(prepare, ())
-    except RuntimeError:  # the limit of processes is reached
-        pass
 
 
 class Guard:
@@ -153,14 +149,11 @@ def begin_death_notice(guard: Guard, died: float) -> Callable[[float], object] |
 
 def write_in_thread(notice: bytes, died: float) -> Callable[[float], object]:
     """Write the notice in a thread, so that a store that does not answer delays nothing else. Returns a function that waits for it."""
-    import threading
+    from elastirun.threads import start_thread
 
-    thread = threading.Thread(target=write_notice, args=(notice, died), daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the limit of processes is reached
-        return lambda timeout: write_here(notice, died, timeout)
-    return thread.join
+    if (thread := start_thread("death notice", write_notice, notice, died)) is not None:
+        return thread.join
+    return lambda timeout: write_here(notice, died, timeout)
 
 
 def write_here(notice: bytes, died: float, timeout: float) -> None:
