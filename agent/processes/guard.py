@@ -149,11 +149,14 @@ def begin_death_notice(guard: Guard, died: float) -> Callable[[float], object] |
 
 def write_in_thread(notice: bytes, died: float) -> Callable[[float], object]:
     """Write the notice in a thread, so that a store that does not answer delays nothing else. Returns a function that waits for it."""
-    from elastirun.threads import start_thread
+    import threading
 
-    if (thread := start_thread("death notice", write_notice, notice, died)) is not None:
-        return thread.join
-    return lambda timeout: write_here(notice, died, timeout)
+    thread = threading.Thread(target=write_notice, args=(notice, died), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the limit of processes is reached
+        return lambda timeout: write_here(notice, died, timeout)
+    return thread.join
 
 
 def write_here(notice: bytes, died: float, timeout: float) -> None:
