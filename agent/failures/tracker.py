@@ -127,8 +127,8 @@ class FailureTracker(Part):
         It failed when it stopped making steps, ``seconds`` ago: before any peer that its end makes fail.
         """
         self.hung.add(end.local_rank)
-        after = max(0.0, end.after - seconds)
-        self.add(classify.record_of(self._node, replace(end, after=after), blame, stack, note))
+        stopped = replace(end, after=max(0.0, end.after - seconds))
+        self.add(classify.record_of(self._node, stopped, blame, stack, note))
 
     def expect_end(self, local_rank: int, why: str) -> None:
         """Note that this agent sends the worker a signal that is to end it: the end counts as a failure, with ``why`` as its note."""
