@@ -360,9 +360,8 @@ class Agent:
             self.workers_idle()
             return
         if self._config.max_nodes > 1 and not self._signum:
-            self._console.say(
-                f"{'parking' if asked else 'stopping'} the workers here: {action.reason}", Level.INFO if action.planned else Level.WARNING
-            )
+            level = Level.INFO if action.planned else Level.WARNING
+            self._console.say(f"{'parking' if asked else 'stopping'} the workers here: {action.reason}", level)
         self._workers.stop(grace, self._stop_signal(), asked)
         if not all_asked:
             self._console.start_dropping()  # after the signal, so that there is room for their last output

@@ -194,9 +194,8 @@ def _logs(
     spans = tracing.begin(environ, config.run_id, gethostname(), logs.disk.notice)
     if spans is not None:
         stack.callback(spans.close)
-    log = EventLog(
-        row.id, row.name, logs.events_file(), also, spans.take if spans is not None else None
-    )  # which may make a temporary folder
+    # The file of events may make a temporary folder.
+    log = EventLog(row.id, row.name, logs.events_file(), also, spans.take if spans is not None else None)
     stack.callback(log.close)
     log.write(start_event(config))
     return logs, log

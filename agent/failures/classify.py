@@ -187,17 +187,12 @@ def make_record(
         blame, note = Blame.FINAL, clip(_FINAL.split(words, 1)[-1].removeprefix(": "))
     if end.killed_by_us:
         blame, note = Blame.SUSPECT, "stopped by its agent after it had shown an exception of its own"
-    return ExitRecord(
-        node=node,
-        rank=end.rank,
-        local_rank=end.local_rank,
-        pid=end.pid,
-        code=end.code,
-        blame=blame,
-        after=round(end.after, 3),
-        lines=limit_lines(error or lines),
-        note=note,
-    )
+    return record_of(node, end, blame, error or lines, note)
+
+
+def record_of(node: str, end: WorkerExit, blame: Blame, lines: Sequence[str], note: str) -> ExitRecord:
+    """Return the record of a worker on the node called ``node``, with as many of the ``lines`` as fit into it."""
+    return ExitRecord(node, end.rank, end.local_rank, end.pid, end.code, blame, round(end.after, 3), limit_lines(lines), note)
 
 
 def shorten(record: ExitRecord) -> ExitRecord:

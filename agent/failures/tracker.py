@@ -18,21 +18,11 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent.failures import oom
-from elastirun.agent.failures.classify import (
-    STDOUT_CLOSED,
-    explain_signal,
-    limit_lines,
-    lost_its_stdout,
-    make_record,
-    may_be_stopped_from_outside,
-    shorten,
-    shows_lost_peers,
-    shows_own_failure,
-)
+from elastirun.agent.failures import classify, oom
 from elastirun.agent.failures.consequences import Consequences
 from elastirun.agent.failures.report import read_error_file
 from elastirun.agent.hangs.causes import Observed, describe, traceback
@@ -97,7 +87,7 @@ class FailureTracker(Part):
         first, *others = root_cause(self._records) or (None,)
         if len(others) >= MAX_REPORTED:
             others = [*others[: MAX_REPORTED - 1 - MAX_MISSED], *others[-MAX_MISSED:]]  # those that were missed come last
-        return () if first is None else (first, *map(shorten, others))
+        return () if first is None else (first, *map(classify.shorten, others))
 
     @property
     def victims(self) -> tuple[tuple[int, int], ...]:
@@ -110,18 +100,14 @@ class FailureTracker(Part):
         if self._noted:
             return
         self._noted = True
-        after = round(time.time() - (self.began or time.time()), 3)
+        after = time.time() - (self.began or time.time())
         for worker in elsewhere:
             note = f"was not where the others waited: {describe(worker)}"
-            lines = limit_lines(traceback(worker)[1:])
-            self._records.append(
-                ExitRecord(self._node, worker.rank, worker.local_rank, worker.pid, -signal.SIGKILL, Blame.KILLED_BY_US, after, lines, note)
-            )
+            killed = WorkerExit(worker.local_rank, worker.rank, worker.pid, -signal.SIGKILL, after, killed_by_us=True)
+            self._records.append(classify.record_of(self._node, killed, Blame.KILLED_BY_US, traceback(worker)[1:], note))
         for end in self._ended_well:
             note = f"had ended with 0, {end.after:.1f} s after the start, while others went on"
-            self._records.append(
-                ExitRecord(self._node, end.rank, end.local_rank, end.pid, 0, Blame.KILLED_BY_US, round(end.after, 3), (), note)
-            )
+            self._records.append(classify.record_of(self._node, end, Blame.KILLED_BY_US, (), note))
 
     def add(self, record: ExitRecord, hold: float = 0.0) -> None:
         """Record a failure that is to be reported to the machine in ``hold`` seconds."""
@@ -141,8 +127,8 @@ class FailureTracker(Part):
         It failed when it stopped making steps, ``seconds`` ago: before any peer that its end makes fail.
         """
         self.hung.add(end.local_rank)
-        after = round(max(0.0, end.after - seconds), 3)
-        self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, end.code, blame, after, limit_lines(stack), note))
+        stopped = replace(end, after=max(0.0, end.after - seconds))
+        self.add(classify.record_of(self._node, stopped, blame, stack, note))
 
     def expect_end(self, local_rank: int, why: str) -> None:
         """Note that this agent sends the worker a signal that is to end it: the end counts as a failure, with ``why`` as its note."""
@@ -153,8 +139,7 @@ class FailureTracker(Part):
 
         The code is 1, as if the worker had ended with the error.
         """
-        after = round(end.after, 3)
-        self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, 1, Blame.VICTIM, after, (), LOST_PEERS), VICTIM_HOLD)
+        self.add(classify.record_of(self._node, replace(end, code=1), Blame.VICTIM, (), LOST_PEERS), VICTIM_HOLD)
 
     def record_end(self, end: WorkerExit) -> None:
         """Record the end of a worker as a failure if it is one. Called when the parts have heard of it: the log has its last lines then."""
@@ -163,8 +148,8 @@ class FailureTracker(Part):
             pass
         elif end.killed_by_us:
             if end.code and end.local_rank in self._shown:
-                self.add(make_record(self._node, end, self._shown[end.local_rank], alone=self._alone))
-            elif end.code and shows_lost_peers(lines := self._logs.last_lines(end.local_rank)):
+                self.add(classify.make_record(self._node, end, self._shown[end.local_rank], alone=self._alone))
+            elif end.code and classify.shows_lost_peers(lines := self._logs.last_lines(end.local_rank)):
                 said = lines
         elif not end.code:
             self._ended_well.append(end)
@@ -192,19 +177,19 @@ class FailureTracker(Part):
     def _record_failure(self, end: WorkerExit) -> Sequence[str]:
         """Record the failure of a worker that ended by itself. Returns what it said if it has only lost its peers; else nothing."""
         lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
-        unread = self._logs.inherits_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
+        unread = self._logs.inherits_stdout(end.local_rank) and classify.lost_its_stdout(end.code, error or lines) and has_no_reader(1)
         missing = self._missing_module(error or lines) if end.code > 0 else ""
         expected = self._expected.get(end.local_rank, "")
-        notes = (expected or self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "", missing)
+        notes = (expected or self._signal_note(end, lines), self._full_disk(end), classify.STDOUT_CLOSED if unread else "", missing)
         note = "; ".join(filter(None, notes))
-        record = make_record(self._node, end, lines, error, note, self._alone or unread)
-        from_outside = not expected and may_be_stopped_from_outside(end, error or lines)
+        record = classify.make_record(self._node, end, lines, error, note, self._alone or unread)
+        from_outside = not expected and classify.may_be_stopped_from_outside(end, error or lines)
         self.add(record, SIGNAL_HOLD if from_outside else VICTIM_HOLD if record.blame == Blame.VICTIM else 0.0)
         return (error or lines) if record.blame == Blame.VICTIM else ()
 
     def _signal_note(self, end: WorkerExit, lines: Sequence[str]) -> str:
         killed = oom.explain(self._oom_kills)
-        note = explain_signal(end.code, lines, killed)
+        note = classify.explain_signal(end.code, lines, killed)
         if killed and killed in note:
             self._oom_kills = (self._oom_kills or 0) + 1  # each kill that the kernel counts explains one end only
         return note
@@ -237,7 +222,7 @@ class FailureTracker(Part):
         """
         self.stopped, self.report_at = True, math.inf
         shown = {local_rank: (self._logs.last_lines(local_rank), self._error(local_rank)) for local_rank in alive}
-        self._shown = {i: error or lines for i, (lines, error) in shown.items() if shows_own_failure(lines, error)}
+        self._shown = {i: error or lines for i, (lines, error) in shown.items() if classify.shows_own_failure(lines, error)}
 
     def _error(self, local_rank: int) -> tuple[str, ...] | None:
         path = self._logs.error_file(self._attempt, local_rank)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastirun.agent.processes import proc
+
 
 @dataclass(frozen=True)
 class State:
@@ -16,18 +18,10 @@ class State:
 
 def state(pid: int) -> State:
     """Return the state of the process ``pid``. One that has ended, or cannot be read, is neither stopped nor traced."""
-    status = _read(f"/proc/{pid}/status")
-    waits_in = _read(f"/proc/{pid}/wchan").strip()
+    status = proc.content(f"/proc/{pid}/status")
+    waits_in = proc.content(f"/proc/{pid}/wchan").strip()
     return State(_value(status, "State").startswith("T"), _value(status, "TracerPid") not in ("", "0"), "" if waits_in == "0" else waits_in)
 
 
 def _value(status: str, name: str) -> str:
     return status.partition(f"\n{name}:")[2].partition("\n")[0].strip()
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read(1 << 16)
-    except OSError:
-        return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 
 from elastirun import clock
@@ -32,6 +32,7 @@ LISTEN = 0.25  # seconds between two looks for the verdict on all nodes' reports
 SHARING = 2.0  # seconds until the nodes know each other's reports, once all of them have noticed the hang
 
 
+@dataclass(eq=False)
 class HangWatch(Part):
     """Looks for a hang between ``start`` and ``stop_watching``. ``timeout``, ``first_step``: as in ``LaunchConfig``.
 
@@ -39,21 +40,18 @@ class HangWatch(Part):
     ``on_hung(local_rank, blame, note, stack, seconds)``: end this worker, which counts as its failure; it has made no step for ``seconds``.
     """
 
-    def __init__(
-        self,
-        timeout: float | None,
-        first_step: float | None,
-        workers: Workers,
-        pages: ProgressPages,
-        meeting: Callable[[NodeRound], Meeting],
-        write: Callable[[Event], None],
-        say: Callable[[str], None],
-        on_hung: Callable[[int, Blame, str, list[str], float], None],
-    ) -> None:
-        self.stacks = Stacks(workers, pages)
+    timeout: InitVar[float | None]
+    first_step: InitVar[float | None]
+    _workers: Workers
+    _pages: ProgressPages
+    _meeting: Callable[[NodeRound], Meeting]
+    _write: Callable[[Event], None]
+    _say: Callable[[str], None]
+    _on_hung: Callable[[int, Blame, str, list[str], float], None]
+
+    def __post_init__(self, timeout: float | None, first_step: float | None) -> None:
+        self.stacks = Stacks(self._workers, self._pages)
         self._detector = None if timeout is None and first_step is None else HangDetector(timeout, first_step)
-        self._workers, self._pages, self._meeting = workers, pages, meeting
-        self._write, self._say, self._on_hung = write, say, on_hung
         self._look_at = math.inf  # when to take the next sample, on ``elastirun.clock``; infinity: the workers are not watched
         self._judge_at: float | None = None  # when the stacks that were asked for are there; None: no hang
         self._act_at: float | None = None  # when the workers in ``_verdict`` are ended; None: not judged yet

@@ -7,12 +7,14 @@ import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from elastirun import clock
 
 RETRY = 1.0  # seconds until connections are accepted again after no descriptor was left for one
 
 
+@dataclass(eq=False)
 class Accepting:
     """Passes each new connection of ``listening`` to ``take``. Owns the socket, which must not block.
 
@@ -20,16 +22,14 @@ class Accepting:
     readable for ever, is taken out of the selector for RETRY seconds.
     """
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        selector: selectors.BaseSelector,
-        take: Callable[[socket.socket], None],
-        make_room: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._listening, self._selector, self._take, self._make_room = listening, selector, take, make_room
+    _listening: socket.socket
+    _selector: selectors.BaseSelector
+    _take: Callable[[socket.socket], None]
+    _make_room: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
         self._accept_at = math.inf  # when to accept again, on ``elastirun.clock``; infinity: the socket is registered
-        selector.register(listening, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
     def tick(self, now: float) -> float:
         """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; infinity: not by time."""

@@ -43,7 +43,7 @@ def cpus_for(
             f"{len(allowed)} CPUs this process may use; widen its CPU set (cpuset, taskset) or leave --numa-binding out"
         )
     sharing = [rank for rank, other in enumerate(node_of) if other == node]
-    return _MODES[mode](_Share(node, sharing.index(local_rank), len(sharing)), nodes, sysfs)
+    return MODES[mode](_Share(node, sharing.index(local_rank), len(sharing)), nodes, sysfs)
 
 
 def gpu_pci_ids(environ: Mapping[str, str]) -> list[str]:
@@ -143,13 +143,12 @@ def _core_complex(share: _Share, nodes: Mapping[int, Cpus], sysfs: Path) -> Cpus
     return complexes[order[share.index % len(order)]]
 
 
-_MODES: dict[str, Callable[[_Share, Mapping[int, Cpus], Path], Cpus]] = {
+MODES: dict[str, Callable[[_Share, Mapping[int, Cpus], Path], Cpus]] = {
     "node": _node,
     "socket": _socket,
     "exclusive": _exclusive,
     "core-complex": _core_complex,
 }
-MODES = tuple(_MODES)
 
 
 # --- reading sysfs

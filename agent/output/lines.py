@@ -46,14 +46,11 @@ def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2][:LAST_LINE_BYTES]
 
 
-class WholeLines:
-    """Writes a stream of bytes unchanged, but each line in one piece, so that output of other workers comes before or after it.
+class BegunLine:
+    """The line of a stream of bytes that is only begun.
 
-    The beginning of a line waits for its end, PARTIAL_LINE_DELAY seconds at most, or PARTIAL_LINE_LIMIT. It does not wait if it contains a
-    carriage return (a progress bar) or is longer than MAX_LINE.
-
-    ``due``: when to call ``flush``, on ``elastirun.clock``; infinity: not at all. ``was_due``: the owner has found it due once. ``begun``:
-    when the line began that is only begun; ``wrote``: when something was written last.
+    ``due``: when to show it, on ``elastirun.clock``; infinity: not at all. ``was_due``: the owner has found it due once. ``begun``: when
+    the line began; ``wrote``: when something was written last.
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -62,6 +59,16 @@ class WholeLines:
         self.due = math.inf
         self.was_due = False
         self.begun = self.wrote = -math.inf
+
+
+class WholeLines(BegunLine):
+    """Writes a stream of bytes unchanged, but each line in one piece, so that output of other workers comes before or after it.
+
+    The beginning of a line waits for its end, PARTIAL_LINE_DELAY seconds at most, or PARTIAL_LINE_LIMIT. It does not wait if it contains a
+    carriage return (a progress bar) or is longer than MAX_LINE.
+
+    ``due``: when to call ``flush``.
+    """
 
     def feed(self, data: bytes) -> None:
         """Write the lines that ``data`` completes."""
@@ -83,7 +90,7 @@ class WholeLines:
         self._partial, self.due = b"", math.inf
 
 
-def may_tear(line: WholeLines | PrefixedLines, streams: Iterable[WholeLines | PrefixedLines], now: float) -> bool:
+def may_tear(line: BegunLine, streams: Iterable[BegunLine], now: float) -> bool:
     """Return whether the line that is only begun in ``line`` waits longer for its end, because others of ``streams`` write.
 
     What they write would tear it; and where they write much, its worker may wait for a processor in the middle of a line.
@@ -91,7 +98,7 @@ def may_tear(line: WholeLines | PrefixedLines, streams: Iterable[WholeLines | Pr
     return now < line.begun + PARTIAL_LINE_LIMIT and any(s is not line and now - s.wrote < PARTIAL_LINE_DELAY for s in streams)
 
 
-def show_when_due(line: WholeLines | PrefixedLines, show: Callable[[], None], now: float, delay: float) -> None:
+def show_when_due(line: BegunLine, show: Callable[[], None], now: float, delay: float) -> None:
     """Call ``show`` for a line that is only begun, when it is found due a second time. ``delay``: seconds to wait instead; 0: none."""
     if now >= line.due and delay:
         line.due = now + delay
@@ -100,23 +107,20 @@ def show_when_due(line: WholeLines | PrefixedLines, show: Callable[[], None], no
     line.was_due = now >= line.due  # shown one turn later: the end may have come while the loop stood still
 
 
-class PrefixedLines:
+class PrefixedLines(BegunLine):
     """Writes each line of a stream of bytes behind ``prefix``, and copies the lines that contain one of ``needles`` to ``copy``.
 
     A line longer than MAX_LINE is written in pieces, each as a line of its own. What begins a line and is not ended within PIECE_DELAY
     (a prompt) is written as a line of its own, and the rest as another one. Of a line that is overwritten with carriage returns (a progress
     bar) the last state is written, once per BAR_PAUSE at most.
 
-    ``due``: when to call ``show_begun``, on ``elastirun.clock``; infinity: not at all. The other attributes are as in ``WholeLines``.
+    ``due``: when to call ``show_begun``.
     """
 
     def __init__(self, prefix: bytes, write: Callable[[bytes], None], needles: Sequence[bytes] = (), copy: LogFile | None = None) -> None:
-        self._prefix, self._write, self._needles, self._copy = prefix, write, needles, copy
-        self._partial = b""
+        super().__init__(write)
+        self._prefix, self._needles, self._copy = prefix, needles, copy
         self._shown = b""  # what was written of ``_partial``
-        self.due = math.inf
-        self.was_due = False
-        self.begun = self.wrote = -math.inf
 
     @property
     def is_bar(self) -> bool:

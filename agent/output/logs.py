@@ -209,9 +209,8 @@ class RunLogs(Part):
             with open(open_log(path, self._policy.mode), "wb") as file:
                 file.write(text)
         except OSError as exc:
-            self.disk.notice(
-                f"warning: cannot write {path}: {exc.strerror}; this was to be kept there:\n{text.decode(errors='backslashreplace')}"
-            )
+            kept = text.decode(errors="backslashreplace")
+            self.disk.notice(f"warning: cannot write {path}: {exc.strerror}; this was to be kept there:\n{kept}")
 
     def inherits_stdout(self, local_rank: int) -> bool:
         """Return whether a worker of the latest round writes to the agent's stdout."""

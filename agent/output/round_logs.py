@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Protocol
 
-from elastirun.agent.output.console import Console
+from elastirun.agent.output.console import Console, Stream
 from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.held_traceback import HeldTraceback
 from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, PIECE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear, show_when_due
@@ -93,15 +92,6 @@ def filtered_streams(policy: LogPolicy, routes: Mapping[int, Mapping[Std, Route]
     return {stream for own in routes.values() for stream, route in own.items() if route is Route.TEE and filters[stream]}
 
 
-class Backpressure(Protocol):
-    """A destination of worker output that may ask pumps to wait."""
-
-    @property
-    def full(self) -> bool: ...
-
-    def when_room(self, resume: Callable[[], None]) -> None: ...
-
-
 @dataclass(eq=False)
 class Pump:
     """The agent's end of one worker pipe: passes all data to each of ``to``, and stops reading while one of ``destinations`` is full.
@@ -113,7 +103,7 @@ class Pump:
     _fd: int
     _to: Sequence[Callable[[bytes], None]]
     _lines: PrefixedLines | WholeLines | None
-    _destinations: Sequence[Backpressure]
+    _destinations: Sequence[Stream | DiskThread]
     on_end: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -321,7 +311,7 @@ class RoundLogs:
             to.append(worker.held.feed)
         elif lines is not None:
             to.append(lines.feed)
-        destinations: list[Backpressure] = [] if lines is None else [screen]
+        destinations: list[Stream | DiskThread] = [] if lines is None else [screen]
         if (file := self._log_file(path)) is not None:
             worker.log_files.append(file)
             to.append(file.write)

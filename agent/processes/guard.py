@@ -60,17 +60,13 @@ def prepare_in_thread(notice: bytes) -> None:
     """
 
     def prepare() -> None:
-        try:
+        with suppress(Exception):
             from elastirun.agent.processes import death_notice
 
             death_notice.prepare(notice)
-        except Exception:
-            pass
 
-    try:
+    with suppress(RuntimeError):  # the limit of processes is reached
         _thread.start_new_thread(prepare, ())
-    except RuntimeError:  # the limit of processes is reached
-        pass
 
 
 class Guard:

@@ -45,11 +45,7 @@ def owned(evidence: Traces, table: Table, parent: int, before: float = FOREVER) 
 
     Leaves out workers that were started after ``before``, in clock ticks since boot, with all that they started.
     """
-    tops = [
-        process
-        for process in table.values()
-        if process.parent == parent and process.pid not in evidence.excluded and process.session not in evidence.outside
-    ]
+    tops = _tops(evidence, table, parent)
     known = {sid: started for sid, started in evidence.sessions.items() if sid not in table or table[sid].started == started}
     trusted = parent == evidence.mark.pid and not evidence.strict
 
@@ -63,6 +59,12 @@ def owned(evidence: Traces, table: Table, parent: int, before: float = FOREVER) 
 
     ours = closure(table, tops, is_in_session, {})
     return closure(table, tops, is_marked, ours)  # last, because reading an environment may be slow
+
+
+def _tops(evidence: Traces, table: Table, parent: int) -> list[proc.ProcessStat]:
+    """Return the children of ``parent`` that may be the agent's."""
+    children = (process for process in table.values() if process.parent == parent)
+    return [child for child in children if child.pid not in evidence.excluded and child.session not in evidence.outside]
 
 
 def closure(table: Table, tops: list[proc.ProcessStat], accept: Accept, ours: Table) -> Table:
@@ -144,7 +146,8 @@ def kill_orphans(evidence: Traces) -> None:
     adopted = False
     while not adopted:
         # If the agent closed the pipe but is not exiting, nobody adopts its children before it exits: do not wait for that.
-        adopted = os.getppid() != evidence.mark.pid or not proc.is_exiting(evidence.mark.pid)
+        agent = proc.look(evidence.mark.pid)
+        adopted = os.getppid() != evidence.mark.pid or (agent is not None and not agent.exiting)
         kill_all(lambda: owned(evidence, proc.everything(), os.getppid()).values(), twice=True)
         if not adopted:
             select.select([], [], [], PAUSE)
@@ -152,15 +155,8 @@ def kill_orphans(evidence: Traces) -> None:
 
 def orphans(evidence: Traces, table: Table, parent: int) -> list[proc.ProcessStat]:
     """Return the children of ``parent``, which has adopted the agent's orphans, that only their environment can show to be the agent's."""
-    return [
-        process
-        for process in table.values()
-        if process.parent == parent
-        and process.pid not in evidence.excluded
-        and process.session not in evidence.outside
-        and process.started >= evidence.mark.started
-        and has_own_session(process, table, {})
-    ]
+    tops = _tops(evidence, table, parent)
+    return [top for top in tops if top.started >= evidence.mark.started and has_own_session(top, table, {})]
 
 
 def _hides(process: proc.ProcessStat) -> bool:

@@ -16,16 +16,18 @@ ENVIRONMENT_TIMEOUT = 0.2  # seconds; the read waits for the memory lock of that
 class ProcessStat:
     """One process, as its stat file showed it. Two with the same pid and the same start time are the same process.
 
-    ``started``: in clock ticks since boot. ``alive``: false for a zombie without living threads.
+    ``started``: in clock ticks since boot. ``alive``: false for a zombie without living threads. ``exiting``: it has begun to exit
+    (PF_EXITING in proc(5)'s flags), or has ended.
     """
 
-    __slots__ = ("alive", "parent", "pid", "session", "started")
+    __slots__ = ("alive", "exiting", "parent", "pid", "session", "started")
 
     def __init__(self, pid: int, stat: bytes) -> None:
         state, *fields = stat.rpartition(b")")[2].split()
         self.pid = pid
         self.parent, self.session, self.started = int(fields[0]), int(fields[2]), int(fields[18])
         self.alive = state not in (b"Z", b"X") or int(fields[16]) > 1  # more than one thread: only the main thread has ended
+        self.exiting = state in (b"Z", b"X") or bool(int(fields[5]) & 4)
 
 
 def look(pid: int, certain: bool = False) -> ProcessStat | None:
@@ -87,21 +89,9 @@ def ancestors(pid: int) -> list[ProcessStat]:
     return found
 
 
-def is_exiting(pid: int) -> bool:
-    """Return whether the process has begun to exit (PF_EXITING in proc(5)'s flags), or has ended."""
-    try:
-        state, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    except (OSError, ValueError):
-        return True
-    return state in (b"Z", b"X") or bool(int(fields[5]) & 4)
-
-
 def name(pid: int) -> str:
     """Return the name of the program that ``pid`` runs, at most 15 characters; empty when there is no such process."""
-    try:
-        return _read(f"/proc/{pid}/comm").decode(errors="replace").rstrip("\n")
-    except OSError:
-        return ""
+    return content(f"/proc/{pid}/comm").rstrip("\n")
 
 
 def kill(process: ProcessStat, signum: int = signal.SIGKILL) -> bool:
@@ -193,6 +183,14 @@ def _environ(thread: str) -> bytes:
         return _read(f"{thread}/environ", ENVIRONMENT_LIMIT)
     except ProcessLookupError:  # the thread has ended; newer kernels raise this, older ones return nothing
         return b""
+
+
+def content(path: str) -> str:
+    """Return the first 64 KiB of a file; empty when it cannot be read."""
+    try:
+        return os.fsdecode(_read(path, 1 << 16))
+    except OSError:
+        return ""
 
 
 def _read(path: str, limit: int = 1 << 20) -> bytes:

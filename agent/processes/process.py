@@ -7,11 +7,12 @@ import selectors
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 from elastirun import linux
 from elastirun.agent.host.descriptors import ready
-from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
+from elastirun.agent.processes.spawn import Starts, WorkerSpec, spawn
 from elastirun.errors import StartError
 
 
@@ -29,30 +30,27 @@ def require_pidfds() -> None:
         ) from None
 
 
+@dataclass(eq=False)
 class Process:
     """A worker that runs from the moment this object exists. ``on_exit(self, code)`` is called once, from the selector's loop.
 
     ``code`` is the exit status, or minus the number of the signal that ended the worker. For ``spec``, ``stdout``, ``stderr``, the
     thread to call from and OSError see ``spawn``. An ended worker stays a zombie until ``reap`` is called, so that no other process
-    gets the number of its process group. ``starts`` is ``spawn``, or another function that does what ``spawn`` promises.
+    gets the number of its process group.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        selector: selectors.BaseSelector,
-        on_exit: Callable[[Process, int], None],
-        stdout: int | None = None,
-        stderr: int | None = None,
-        starts: Callable[[WorkerSpec, int | None, int | None], Spawned] = spawn,
-    ) -> None:
-        self.spec = spec
-        self._selector = selector
-        self._on_exit = on_exit
-        started = starts(spec, stdout, stderr)
+    spec: WorkerSpec
+    _selector: selectors.BaseSelector
+    _on_exit: Callable[[Process, int], None]
+    stdout: InitVar[int | None] = None
+    stderr: InitVar[int | None] = None
+    starts: InitVar[Starts] = spawn
+
+    def __post_init__(self, stdout: int | None, stderr: int | None, starts: Starts) -> None:
+        started = starts(self.spec, stdout, stderr)
         self.pid, self._pidfd = started.pid, started.pidfd
         self._reaped = False
-        selector.register(self._pidfd, selectors.EVENT_READ, self._ready)
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._ready)
 
     @property
     def ended(self) -> bool:

@@ -9,6 +9,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,7 @@ REQUEST_WINDOW = 1.0  # seconds after a counted signal in which further ones cou
 FORWARD_WINDOW = 0.1  # seconds in which the same signal is forwarded only once; a group and each of its members may be signalled
 
 
+@dataclass(eq=False)
 class Signals:
     """Handles the signals ``names`` and ``forward`` until ``close``. Unblocks those that were blocked when the agent started.
 
@@ -30,20 +32,15 @@ class Signals:
     If SIGHUP was ignored when the agent started (nohup), it stays ignored, also in the workers.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        forward: Iterable[str],
-        selector: selectors.BaseSelector,
-        on_signal: Callable[[int, int], None],
-        on_forward: Callable[[int], None],
-        on_child: Callable[[], None],
-    ) -> None:
-        self._selector = selector
-        self._on_signal = on_signal
+    names: InitVar[Iterable[str]]
+    forward: InitVar[Iterable[str]]
+    _selector: selectors.BaseSelector
+    _on_signal: Callable[[int, int], None]
+    _on_forward: Callable[[int], None]
+    _on_child: Callable[[], None]
+
+    def __post_init__(self, names: Iterable[str], forward: Iterable[str]) -> None:
         self._forward = {int(signal.Signals[name]) for name in forward}
-        self._on_forward = on_forward
-        self._on_child = on_child
         self._count = 0
         self._counted_at = -math.inf  # when the last counted signal arrived
         self._forwarded_at: dict[int, float] = {}  # by signal: when the last forwarded one arrived
@@ -58,7 +55,7 @@ class Signals:
         # Python runs a handler between two bytecodes. A signal that arrives after the last bytecode before poll() must still wake poll().
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
-        selector.register(self._read, selectors.EVENT_READ, self._ready)
+        self._selector.register(self._read, selectors.EVENT_READ, self._ready)
 
     def close(self) -> None:
         """Restore the handlers and the signal mask that were there before."""

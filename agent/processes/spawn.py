@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,10 @@ class Spawned:
 
     pid: int
     pidfd: int
+
+
+Starts = Callable[[WorkerSpec, int | None, int | None], Spawned]
+"""Starts a worker with descriptors for its stdout and stderr: ``spawn``, or another function that does what ``spawn`` promises."""
 
 
 def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None, keep: Collection[int] = ()) -> Spawned:

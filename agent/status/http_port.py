@@ -8,6 +8,7 @@ snapshot only when a request has come.
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 import selectors
@@ -167,7 +168,7 @@ class HttpPort(Generic[T]):
     def __init__(self, listening: socket.socket, pages: Mapping[str, Callable[[T], Response]], snapshots: Snapshots[T]) -> None:
         self._listening, self._pages, self._snapshots = listening, pages, snapshots
         self._connections: list[HttpConnection] = []  # the oldest first
-        self._accept_at: float | None = None  # when to accept again; None: the socket is registered
+        self._accept_at = math.inf  # when to accept again; infinity: the socket is registered
         self._second, self._accepted = 0.0, 0  # when the second of MAX_RATE began, connections accepted since
         listening.setblocking(False)
         self._selector = selectors.PollSelector()
@@ -205,13 +206,12 @@ class HttpPort(Generic[T]):
 
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something is due; None: nothing is, so the thread sleeps until a client comes."""
-        times = [connection.due for connection in self._connections]
-        times += [self._accept_at] if self._accept_at is not None else []
-        return max(0.0, min(times) - clock.now()) if times else None
+        due = min((self._accept_at, *(connection.due for connection in self._connections)))
+        return None if due == math.inf else max(0.0, due - clock.now())
 
     def _on_time(self, now: float) -> None:
-        if self._accept_at is not None and now >= self._accept_at:
-            self._accept_at = None
+        if now >= self._accept_at:
+            self._accept_at = math.inf
             self._selector.register(self._listening, selectors.EVENT_READ)
         for connection in [connection for connection in self._connections if now >= connection.due]:
             if connection.phase is HttpStage.WAITING:
@@ -280,32 +280,25 @@ class HttpPort(Generic[T]):
             self._drop(connection)
 
     def _ask(self, connection: HttpConnection, request: Request) -> None:
-        """Answer with the newest snapshot if it is fresh, else ask the loop for one."""
+        """Let the request wait for a snapshot, which may be there."""
         now = clock.now()
         connection.request, connection.asked_at = request, now
         connection.phase, connection.due = HttpStage.WAITING, now + LOOP_LIMIT
         self._selector.unregister(connection.socket)
-        if self._is_served(connection):
-            self._reply(connection)
-        else:
-            self._snapshots.ask(now)
-
-    def _is_served(self, connection: HttpConnection) -> bool:
-        """Return whether the newest snapshot was taken after the request had come, or ``FRESH`` seconds before at most."""
-        newest = self._snapshots.newest
-        return newest is not None and newest[0] >= connection.asked_at - FRESH
+        self._answer(connection, request)
 
     def _answer_waiting(self) -> None:
-        waiting = [connection for connection in self._connections if connection.phase is HttpStage.WAITING]
-        for connection in waiting:
-            if self._is_served(connection):
-                self._reply(connection)
-            else:
-                self._snapshots.ask(clock.now())
+        for connection in list(self._connections):
+            if connection.phase is HttpStage.WAITING and connection.request is not None:
+                self._answer(connection, connection.request)
 
-    def _reply(self, connection: HttpConnection) -> None:
-        assert connection.request is not None and self._snapshots.newest is not None
-        self._send(connection, self._page(connection.request.path, self._snapshots.newest[1]))
+    def _answer(self, connection: HttpConnection, request: Request) -> None:
+        """Answer with a snapshot that was taken after the request had come, or ``FRESH`` seconds before at most; else ask for one."""
+        newest = self._snapshots.newest
+        if newest is not None and newest[0] >= connection.asked_at - FRESH:
+            self._send(connection, self._page(request.path, newest[1]))
+        else:
+            self._snapshots.ask(clock.now())
 
     def _page(self, path: str, snapshot: T | Exception) -> Response:
         """Return the page, or what bug is in its way: this thread must go on, because an agent that does not answer is ended."""

@@ -35,45 +35,43 @@ def _families(snapshot: Mapping[str, Any], states: Iterable[str]) -> list[Any]:
     def gauge(name: str, help: str, value: float) -> Any:
         return GaugeMetricFamily(f"elastirun_{name}", help, value)
 
-    def by_label(family: Any, values: Mapping[str, float]) -> Any:
-        for label, value in values.items():
-            family.add_metric([label], value)
+    def by_label(kind: type[Any], name: str, help: str, label: str, values: Mapping[str, float]) -> Any:
+        family = kind(f"elastirun_{name}", help, labels=[label])
+        for value_of_label, value in values.items():
+            family.add_metric([value_of_label], value)
         return family
+
+    def by_worker(kind: type[Any], name: str, help: str, field: str) -> Any:
+        return by_label(kind, name, help, "local_rank", {str(worker["local_rank"]): worker[field] for worker in snapshot["steps"]})
 
     # Prometheus itself adds labels named job and instance, and often node: the names here are others.
     info = {"version": snapshot["version"], "host": snapshot["node"], "run_id": snapshot["job"]}
-    restarts = CounterMetricFamily("elastirun_restarts", "Rounds that ended before their work was done, by cause.", labels=["cause"])
-    workers = GaugeMetricFamily("elastirun_workers", "Workers of this node.", labels=["state"])
-    steps = CounterMetricFamily("elastirun_worker_steps", "Steps of a worker of this node in this round.", labels=["local_rank"])
-    ages = GaugeMetricFamily("elastirun_worker_step_age_seconds", "Seconds since the worker's last step.", labels=["local_rank"])
-    factors = GaugeMetricFamily(
-        "elastirun_worker_times_median", "Of a straggler: for how many times as long it computes as the median rank.", labels=["local_rank"]
-    )
     slow = {str(worker["local_rank"]): worker["times_median"] for worker in snapshot["steps"] if worker["times_median"]}
-    spent = GaugeMetricFamily("elastirun_spent_seconds", "Time of this agent by what it was spent on.", labels=["on"])
-    lost = GaugeMetricFamily("elastirun_lost_seconds", "Time lost to rounds that ended early, by cause.", labels=["cause"])
+    factor = "Of a straggler: for how many times as long it computes as the median rank."
     account = snapshot["account"]
-    state = GaugeMetricFamily("elastirun_state", "1 for the state that this node is in.", labels=["state"])
+    current = {name: name == snapshot["state"] for name in states}
+    spent = {kind: seconds for kind, seconds in account["seconds"].items() if seconds is not None}
+    lost = {**dict.fromkeys(snapshot["restarts"], 0.0), **account["lost_seconds"]}
     families = [
         InfoMetricFamily("elastirun", "This agent.", info),
-        by_label(state, {name: name == snapshot["state"] for name in states}),
+        by_label(GaugeMetricFamily, "state", "1 for the state that this node is in.", "state", current),
         gauge("round", "Number of the newest round that this node knows; 0: none.", snapshot["round"]),
         gauge("world_size", "Workers in that round, over all nodes.", snapshot["world_size"]),
         gauge("nodes", "Nodes in that round.", len(snapshot["nodes"])),
-        by_label(restarts, snapshot["restarts"]),
+        by_label(CounterMetricFamily, "restarts", "Rounds that ended before their work was done, by cause.", "cause", snapshot["restarts"]),
         gauge("failures", "Failures of workers of the job that count against --max-restarts.", snapshot["failures"]),
         gauge("max_restarts", "--max-restarts: with more failures the job fails.", snapshot["max_restarts"]),
         CounterMetricFamily("elastirun_failures_caused", "Rounds ended by a failure of this node's worker.", snapshot["failures_caused"]),
         CounterMetricFamily("elastirun_hangs", "Times that the workers of this node were found to hang.", snapshot["hangs"]),
         gauge("stragglers", "Workers of this node that compute for longer than the others of the job.", len(slow)),
-        by_label(factors, slow),
+        by_label(GaugeMetricFamily, "worker_times_median", factor, "local_rank", slow),
         gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", snapshot["joins_waiting"]),
         gauge("strikes", "Strikes of this node, by which it sits out.", snapshot["strikes"]),
-        by_label(workers, snapshot["workers"]),
-        by_label(steps, {str(worker["local_rank"]): worker["steps"] for worker in snapshot["steps"]}),
-        by_label(ages, {str(worker["local_rank"]): worker["seconds_since_step"] for worker in snapshot["steps"]}),
-        by_label(spent, {kind: seconds for kind, seconds in account["seconds"].items() if seconds is not None}),
-        by_label(lost, {**dict.fromkeys(snapshot["restarts"], 0.0), **account["lost_seconds"]}),
+        by_label(GaugeMetricFamily, "workers", "Workers of this node.", "state", snapshot["workers"]),
+        by_worker(CounterMetricFamily, "worker_steps", "Steps of a worker of this node in this round.", "steps"),
+        by_worker(GaugeMetricFamily, "worker_step_age_seconds", "Seconds since the worker's last step.", "seconds_since_step"),
+        by_label(GaugeMetricFamily, "spent_seconds", "Time of this agent by what it was spent on.", "on", spent),
+        by_label(GaugeMetricFamily, "lost_seconds", "Time lost to rounds that ended early, by cause.", "cause", lost),
         gauge("goodput_ratio", "The part of this agent's time that was training that counted.", account["goodput"]),
         gauge("keep_alive_age_seconds", "Seconds since the store last acknowledged a keep-alive.", snapshot["seconds_since_keep_alive"]),
         gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", snapshot["checkpoints_held_bytes"]),

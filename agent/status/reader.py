@@ -24,7 +24,7 @@ from elastirun.agent.status import own_agents
 from elastirun.agent.status.job_status import JobStatus, judge
 from elastirun.agent.status.own_agents import OwnAgent
 from elastirun.agent.store import shared_store
-from elastirun.agent.store.at_once import at_once
+from elastirun.agent.store.at_once import ask_each, at_once
 from elastirun.agent.store.discovery import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
 from elastirun.agent.store.locations import ASK_LIMIT, CopyOf, StoreAt, TcpAt, at_etcd, described, standby
 from elastirun.agent.wanted_nodes import write_wanted
@@ -37,7 +37,6 @@ from elastirun.rendezvous.wire.codec import Codec, clip
 from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import Place, RoundRecord
 from elastirun.rendezvous.wire.sync import OWNER, SyncProtocol, execute
-from elastirun.threads import start_thread
 
 LOOK_LIMIT = 3.0  # seconds for one look at all endpoints
 LATER_LIMIT = 0.2  # seconds for the others to answer, once one of them has shown the job: machines that are down never do
@@ -333,14 +332,7 @@ def _answers(questions: Mapping[str, Callable[[], _Answer]], later: float) -> It
 
     ``later``: the most seconds to wait after the first answer that shows a job.
     """
-    results: queue.SimpleQueue[tuple[str, _Answer]] = queue.SimpleQueue()
-
-    def ask(name: str) -> None:
-        results.put((name, questions[name]()))
-
-    for name in questions:
-        if start_thread("status", ask, name) is None:
-            ask(name)
+    results = ask_each("status", lambda name: questions[name](), questions)
     until = limit = clock.now() + LOOK_LIMIT
     waiting = dict.fromkeys(questions)
     with suppress(queue.Empty):

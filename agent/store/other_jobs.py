@@ -11,7 +11,7 @@ from typing import Any
 
 from elastirun.agent.part import Part
 from elastirun.agent.store.locations import described
-from elastirun.agent.store.shared_store import JOBS, LIST, prefix
+from elastirun.agent.store.shared_store import JOBS, rows_of_others
 from elastirun.agent.store.store_access import StoreAccess
 from elastirun.errors import StoreError
 from elastirun.rendezvous.wire.codec import clip
@@ -55,13 +55,9 @@ class OtherJobs(Part):
 def waiting_jobs(store: Any, job: str, seen: dict[str, dict[str, bytes]]) -> list[str]:
     """Return the jobs but ``job`` whose nodes wait for a first round. ``seen``: their rows at the last look, replaced by those of now."""
     found = []
-    for key in list(store.under(LIST))[:MOST_JOBS]:
-        name = key.rpartition("/")[2]
-        below = f"{JOBS}{name}/"
-        if below == prefix(job):
-            continue
-        rows, record = store.under(f"{below}node/"), store.get([f"{below}round"]).get(f"{below}round", b"")
-        number = _ROUND.search(record)
+    for name, rows in rows_of_others(store, job, MOST_JOBS):
+        key = f"{JOBS}{name}/round"
+        number = _ROUND.search(store.get([key]).get(key, b""))
         if seen.get(name, rows) != rows and (number is None or int(number[1]) == 0):
             found.append(urllib.parse.unquote(name))
         seen[name] = rows

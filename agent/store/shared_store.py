@@ -8,7 +8,7 @@ not decoded, because another job may sign them with a token of its own.
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -44,26 +44,30 @@ def host_of(store: Any, job: str) -> str:
     return job if host == urllib.parse.quote(job, safe="").encode() else urllib.parse.unquote(host[:600].decode(errors="replace"))
 
 
+def rows_of_others(store: Store, job: str, most: int | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield the name of each other job on the store's list, as it is in keys, and its rows. ``most``: jobs that are looked at."""
+    for key in list(store.under(LIST))[:most]:
+        name = key.rpartition("/")[2]
+        if f"{JOBS}{name}/" != prefix(job):
+            yield name, store.under(f"{JOBS}{name}/node/")
+
+
 def wait_for_other_jobs(store: Store, job: str, pause: Callable[[float], bool], say: Callable[[str], None]) -> None:
     """Return when no other job uses the store any more. ``pause`` waits for some seconds and returns True to end the wait."""
-    seen: dict[str, dict[str, bytes]] = {}  # by the prefix of a job: its rows
+    seen: dict[str, dict[str, bytes]] = {}  # by the name of a job: its rows
     quiet: dict[str, float] = {}  # ... seconds without a change in them
-    said: set[str] = set()  # prefixes of the jobs that people were told of
+    said: set[str] = set()  # names of the jobs that people were told of
     with suppress(StoreError):
         while True:
             alive = []
-            for key in store.under(LIST):  # read again each time: a job may come while this agent waits for another
-                other = f"{JOBS}{key.rpartition('/')[2]}/"
-                if other == prefix(job):
-                    continue
-                rows = store.under(f"{other}node/")
+            for other, rows in rows_of_others(store, job):  # read again each time: a job may come while this agent waits for another
                 quiet[other] = quiet.get(other, 0.0) + READ_EVERY if rows == seen.get(other) else 0.0
                 seen[other] = rows
                 if quiet[other] < QUIET and not _all_left(rows):
                     alive.append(other)
             if set(alive) - said:
                 said.update(alive)
-                names = ", ".join(clip(urllib.parse.unquote(other[len(JOBS) : -1]), 200) for other in alive[:4])
+                names = ", ".join(clip(urllib.parse.unquote(other), 200) for other in alive[:4])
                 say(f"this job is over; its store stays up for the nodes of job {names} (a signal ends this agent at once)")
             if not alive or pause(READ_EVERY):
                 return

@@ -67,8 +67,7 @@ class StandbyStore:
     def renew(self) -> None:
         """End the store, which this node has given up: nobody may wait there any more. ``serve`` serves another one."""
         with self._one_serves:
-            if self._served is not None:
-                self._served.close()
+            self.end()
             self._served = None
 
     def end(self) -> None:

@@ -23,6 +23,7 @@ import re
 import resource
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 
 from elastirun import clock, linux
 from elastirun.agent.host import memory
@@ -46,20 +47,19 @@ def limit() -> int:
     return memory.available() // SHARE
 
 
+@dataclass(eq=False)
 class CheckpointMemory(Part):
     """Answers at ``socket``. All calls happen in the loop's thread; nothing blocks. ``write`` gets events, ``say`` lines for people.
 
     ``limit_bytes``: how much to hold at most; None: ``limit()``.
     """
 
-    def __init__(
-        self,
-        socket: LocalSocket,
-        write: Callable[[Event], None],
-        say: Callable[[str], None],
-        limit_bytes: int | None = None,
-    ) -> None:
-        self._write, self._say = write, say
+    _socket: LocalSocket
+    _write: Callable[[Event], None]
+    _say: Callable[[str], None]
+    limit_bytes: InitVar[int | None] = None
+
+    def __post_init__(self, limit_bytes: int | None) -> None:
         self._limit = limit() if limit_bytes is None else limit_bytes
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = MAX_HELD if files == resource.RLIM_INFINITY else min(MAX_HELD, files // 4)
@@ -67,10 +67,9 @@ class CheckpointMemory(Part):
         self._shown = 0  # bytes in the last event
         self._show_at = math.inf  # when to look whether an event is due, on ``elastirun.clock``
         self._full = False  # people were told that the limit is reached
-        self._socket = socket
         self._requests = {"put": self._put, "get": self._get, "list": self._list, "drop": self._drop}
         for word, answer in self._requests.items():
-            socket.serve(word, answer)
+            self._socket.serve(word, answer)
 
     @property
     def size(self) -> int:

@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from elastirun import clock
 from elastirun.agent.part import NodeRound, Part, WorkerExit
@@ -56,34 +56,33 @@ def parse_request(line: bytes) -> TimerRequest | None:
     return None
 
 
+@dataclass(eq=False)
 class FileTimers(Part):
     """The timers of the workers here, from the start of their round until they are stopped.
 
     ``environ``: for the workers. ``owns`` tells whether a worker of this agent started that process. ``note(local_rank, text)``: this
     worker is about to end because of its timer.
+
+    The pipe is made if ``environ`` asks for timers, in ``folder`` if it names no path. Raises StartError where that fails.
     """
 
-    def __init__(
-        self,
-        environ: Mapping[str, str],
-        folder: str,
-        selector: selectors.BaseSelector,
-        owns: Callable[[int], bool],
-        note: Callable[[int, str], None],
-        say: Callable[[str], None],
-    ) -> None:
-        """Make the pipe if ``environ`` asks for timers, in ``folder`` if it names no path. Raises StartError where that fails."""
-        self.environ = environ
+    environ: Mapping[str, str]
+    folder: InitVar[str]
+    _selector: selectors.BaseSelector
+    _owns: Callable[[int], bool]
+    _note: Callable[[int, str], None]
+    _say: Callable[[str], None]
+
+    def __post_init__(self, folder: str) -> None:
         self.workers: Workers | None = None  # set before the first round
-        self._selector, self._owns, self._note, self._say = selector, owns, note, say
         self._timers: dict[tuple[int, str], tuple[float, int]] = {}  # by pid and scope: when it expires, on ``elastirun.clock``; signal
         self._received = b""
         self._path, self._fd = "", -1
-        if environ.get(ENABLE) == "1":
-            self._path = environ.get(FILE) or (f"{folder}/{NAME}" if folder else "")
+        if self.environ.get(ENABLE) == "1":
+            self._path = self.environ.get(FILE) or (f"{folder}/{NAME}" if folder else "")
             self._fd = _open_pipe(self._path)
-            self.environ = {**environ, FILE: self._path}
-            selector.register(self._fd, selectors.EVENT_READ, lambda mask: self._read())
+            self.environ = {**self.environ, FILE: self._path}
+            self._selector.register(self._fd, selectors.EVENT_READ, lambda mask: self._read())
 
     def round_starts(self, round: NodeRound) -> None:
         self._timers.clear()

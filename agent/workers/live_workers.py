@@ -12,6 +12,7 @@ import secrets
 import selectors
 import socket
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from elastirun.agent.host.accepting import Accepting
@@ -25,6 +26,7 @@ BACKLOG = 1024  # connections that wait for the loop: all workers of a large nod
 PER_TURN = 64  # messages that are read of one connection at a time
 
 
+@dataclass(eq=False)
 class LiveWorkers(Part):
     """Asks live workers to park and to go on.
 
@@ -35,17 +37,14 @@ class LiveWorkers(Part):
     Where no socket can be had, ``name`` is empty, and every worker is ended after its round.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        is_worker: Callable[[int], bool],
-        on_parked: Callable[[int], None],
-        on_lost: Callable[[int, int], None] = lambda pid, round: None,
-        on_gathered: Callable[[int], None] = lambda round: None,
-        runs: Callable[[int], bool] = lambda round: True,
-    ) -> None:
-        self._selector, self._is_worker, self._on_parked = selector, is_worker, on_parked
-        self._on_lost, self._on_gathered, self._runs = on_lost, on_gathered, runs
+    _selector: selectors.BaseSelector
+    _is_worker: Callable[[int], bool]
+    _on_parked: Callable[[int], None]
+    _on_lost: Callable[[int, int], None] = lambda pid, round: None
+    _on_gathered: Callable[[int], None] = lambda round: None
+    _runs: Callable[[int], bool] = lambda round: True
+
+    def __post_init__(self) -> None:
         self._trains: dict[int, tuple[int, Mapping[str, str]]] = {}  # by pid: the round that it began with a state
         self._parking = Parking()
         self._connections: dict[int, socket.socket] = {}  # by pid
@@ -59,7 +58,7 @@ class LiveWorkers(Part):
             listening.close()
             self.name = ""
             return
-        self._accepting = Accepting(listening, selector, self._take)
+        self._accepting = Accepting(listening, self._selector, self._take)
 
     def park(self, pids: Collection[int], round: int) -> list[int]:
         """Ask the live ones of the workers ``pids`` to leave ``round``. Return those that were asked; the others have to be ended."""

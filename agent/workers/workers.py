@@ -13,7 +13,7 @@ from elastirun import clock
 from elastirun.agent.output.round_logs import RoundLogs
 from elastirun.agent.part import WorkerExit
 from elastirun.agent.processes.process import Process
-from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
+from elastirun.agent.processes.spawn import Starts, WorkerSpec, spawn
 from elastirun.agent.workers.left_running import LeftRunning
 
 DRAIN = 0.5  # seconds to wait, after the last exit, for the end of a pipe that some other process may hold open
@@ -52,7 +52,7 @@ class Workers:
         owns: Callable[[int], bool] = lambda pid: False,
         on_reaped: Callable[[int], None] = lambda pid: None,
         clock: Callable[[], float] = clock.now,
-        starts: Callable[[WorkerSpec, int | None, int | None], Spawned] = spawn,
+        starts: Starts = spawn,
     ) -> None:
         self._selector = selector
         self._on_exit, self._on_idle, self._on_stuck = on_exit, on_idle, on_stuck

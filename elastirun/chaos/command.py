@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 
@@ -47,7 +47,6 @@ it takes until the next step. Shows first what it would do, and asks. See docs/c
 """
 _CODES = "Exit status: 0 the job has held; 1 it has not, or was not put to the proof; 2 wrong use;\n"
 _CODES += "3 refused, nothing was done; 4 no such job here; 130 Ctrl-C.\n"
-T = TypeVar("T")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,12 +55,14 @@ def main(argv: Sequence[str]) -> int:
     if given["help"]:
         return show(f"{_HELP}{_options()}\n\n{_CODES}")
     every, lasts, limit, freeze = (_time(name, given) for name in ("every", "for", "limit", "freeze"))
-    terms = Terms(freeze, limit, _read("restart", parse.duration, given) or None, given["supervised"])
+    restart = parse.value_of("--restart", given["restart"], parse.duration) or None
+    terms = Terms(freeze, limit, restart, given["supervised"])
     if terms.restart is not None and terms.supervised:
         raise UsageError("--restart and --supervised: only one can start agents again; give one of them")
     if given["json"] and not given["yes"]:
         raise UsageError("--json: nobody can be asked; give --yes, too")
-    plan = draw(_read("seed", parse.integer(0), given), _read("kinds", _kinds, given), every, lasts)
+    seed, kinds = parse.value_of("--seed", given["seed"], parse.integer(0)), parse.value_of("--kinds", given["kinds"], _kinds)
+    plan = draw(seed, kinds, every, lasts)
     job = watch.find(given["job"])
     agents = watch.look(job)
     if not given["json"]:
@@ -116,16 +117,8 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
     return read_options("chaos", [*params, click.Argument(["job"], required=False)], argv)
 
 
-def _read(name: str, parser: Callable[[str], T], given: dict[str, Any]) -> T:
-    """Return the value of an option. Errors: ``UsageError``."""
-    try:
-        return parser(given[name])
-    except ValueError as error:
-        raise UsageError(f"--{name}: {error}") from None
-
-
 def _time(name: str, given: dict[str, Any]) -> float:
-    value = _read(name, parse.duration, given)
+    value = parse.value_of(f"--{name}", given[name], parse.duration)
     if not value:
         raise UsageError(f"--{name}: there is no off; give a time, such as {OPTIONS[name][0]}")
     return value

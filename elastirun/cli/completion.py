@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from elastirun.cli import parse
 from elastirun.cli.options import OPTIONS
-from elastirun.errors import UsageError
 
 _BASH = """\
 _elastirun() {{
@@ -34,9 +33,6 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "tcsh": _TCSH}
 
 def script(shell: str) -> str:
     """Return the script for ``shell``. Raises UsageError for a shell without one."""
-    try:
-        template = _SCRIPTS[parse.choice(*_SCRIPTS)(shell)]
-    except ValueError as error:
-        raise UsageError(f"--print-completion: {error}") from None
+    template = _SCRIPTS[parse.value_of("--print-completion", shell, parse.choice(*_SCRIPTS))]
     names = ["--help", *(option.name for option in OPTIONS)]
     return template.format(names=" ".join(names), bare=" ".join(name[2:] for name in names)).rstrip("\n")

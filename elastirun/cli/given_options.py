@@ -11,7 +11,6 @@ from elastirun.cli import parse
 from elastirun.cli.detect.detected import Detected, Host
 from elastirun.cli.options import BY_DEST, KEYS, OPTIONS
 from elastirun.config import Command, Preload
-from elastirun.errors import UsageError
 
 T = TypeVar("T")
 
@@ -62,10 +61,7 @@ class GivenOptions:
         self._given = dict(given)
         self._variables = {option.dest: environ[option.env] for option in OPTIONS if option.env and option.env in environ}
         for label, texts in (("--set", self._given), ("PET_SET", self._variables)):
-            try:
-                keys = parse.settings(texts.pop("set", ""), KEYS)
-            except ValueError as error:
-                raise UsageError(f"{label}: {error}") from None
+            keys = parse.value_of(label, texts.pop("set", ""), lambda text: parse.settings(text, KEYS))
             texts.update({KEYS[key].dest: text for key, text in keys.items()})
         self._derived: dict[str, tuple[str, str]] = {}  # by dest: the value that is used, and its source
 
@@ -106,10 +102,7 @@ class GivenOptions:
 
     def read(self, dest: str, parser: Callable[[str], T]) -> T:
         """Return the parsed value. Raises ``UsageError`` with the option's label when ``parser`` raises ValueError."""
-        try:
-            return parser(self.text(dest) or "")
-        except ValueError as error:
-            raise UsageError(f"{self.label(dest)}: {error}") from None
+        return parse.value_of(self.label(dest), self.text(dest) or "", parser)
 
     def optional(self, dest: str, parser: Callable[[str], T]) -> T | None:
         """Return the parsed value; None when the option was not given and has no default."""

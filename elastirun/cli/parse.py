@@ -1,6 +1,6 @@
 """Pure parsers of option values: text -> value.
 
-Each raises ``ValueError``. The message says what is wrong and, after a semicolon, what to write instead; the caller puts the name
+Each raises ``ValueError``. The message says what is wrong and, after a semicolon, what to write instead; ``value_of`` puts the name
 of the option or variable in front. ``quote`` keeps a message on one line whatever text was given.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastirun.config import Endpoint, Std, StdMap
+from elastirun.errors import UsageError
 
 T = TypeVar("T")
 
@@ -35,6 +36,14 @@ def nearest(text: str, names: Iterable[str]) -> str:
     """Return `` (did you mean X?)`` for the closest of ``names``, or nothing when none is similar enough."""
     close = difflib.get_close_matches(text, list(names), 1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def value_of(label: str, text: str, parser: Callable[[str], T]) -> T:
+    """Return the parsed ``text``. Raises ``UsageError`` with the ``label`` of the option or variable when ``parser`` raises ValueError."""
+    try:
+        return parser(text)
+    except ValueError as error:
+        raise UsageError(f"{label}: {error}") from None
 
 
 def _matched(pattern: str, text: str, wrong: str, flags: int = 0) -> re.Match[str]:

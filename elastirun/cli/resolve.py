@@ -258,10 +258,8 @@ def _grace(options: GivenOptions) -> float:
         return _choose(options, "grace", Timing.grace, same)
     if SHUTDOWN_TIMEOUT not in options.environ or options.is_given("grace"):
         return _choose(options, "grace", Timing.grace)
-    try:
-        return _choose(options, "grace", parse.seconds()(options.environ[SHUTDOWN_TIMEOUT]), why=SHUTDOWN_TIMEOUT)
-    except ValueError as error:
-        raise UsageError(f"{SHUTDOWN_TIMEOUT}: {error}") from None
+    seconds = parse.value_of(SHUTDOWN_TIMEOUT, options.environ[SHUTDOWN_TIMEOUT], parse.seconds())
+    return _choose(options, "grace", seconds, why=SHUTDOWN_TIMEOUT)
 
 
 def _failure_grace(options: GivenOptions, grace: float) -> float:

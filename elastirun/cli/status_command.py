@@ -60,10 +60,7 @@ def main(argv: Sequence[str]) -> int:
     if "help" in given:
         return show(f"usage: elastirun status [JOB] [OPTIONS]\n\n{_HELP}\n{options_of_job(OWN)}")
     as_json, every = "json" in given, given.get("watch")
-    try:
-        seconds = None if every is None else parse.seconds(0.1)(every)
-    except ValueError as error:
-        raise UsageError(f"--watch: {error}") from None
+    seconds = None if every is None else parse.value_of("--watch", every, parse.seconds(0.1))
     target = target_of(given)
     with closing(StatusReader(target)) as reader:
         if seconds is None:

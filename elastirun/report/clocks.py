@@ -6,6 +6,7 @@ moment that the agents share: the start of a round, which has the same fence tok
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,15 @@ class AgentEvents:
 
 def align(events: Sequence[EventLine]) -> list[AgentEvents]:
     """Return the events by agent, those of the first agent to begin first."""
-    timed = {node: _on_own_clock(own) for node, own in _by_agent(events).items()}
+    by_agent = defaultdict[str, list[EventLine]](list)
+    for event in events:
+        by_agent[event.node].append(event)
+    timed = {node: _on_own_clock(own) for node, own in by_agent.items()}
     starts = {node: _starts(own) for node, own in timed.items()}
-    by_fence: dict[str, list[str]] = {}
+    by_fence = defaultdict[str, list[str]](list)
     for node, own_starts in starts.items():
         for fence in own_starts:
-            by_fence.setdefault(fence, []).append(node)
+            by_fence[fence].append(node)
     shifts: dict[str, float] = {}
     jobs: dict[str, int] = {}
     by_rounds = sorted(timed, key=lambda node: (-len(starts[node]), timed[node][0].at))
@@ -54,13 +58,6 @@ def align(events: Sequence[EventLine]) -> list[AgentEvents]:
 
 def _shifted(events: Sequence[Timed], seconds: float) -> tuple[Timed, ...]:
     return tuple(Timed(min(max(0.0, one.at + seconds), LATEST_TIME), one.event) for one in events)
-
-
-def _by_agent(events: Sequence[EventLine]) -> dict[str, list[EventLine]]:
-    found: dict[str, list[EventLine]] = {}
-    for event in events:
-        found.setdefault(event.node, []).append(event)
-    return found
 
 
 def _on_own_clock(events: Sequence[EventLine]) -> list[Timed]:

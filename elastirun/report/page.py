@@ -57,15 +57,13 @@ def _head(story: Story, title: str) -> list[str]:
     kind = "good" if "succeeded" in story.outcome else "bad" if "failed" in story.outcome else ""
     tiles = "".join(f"<div><b>{escape(number)}</b><span>{escape(label)}</span></div>" for number, label in words.numbers(story))
     verdict, colon, why = words.clean(story.outcome).partition(": ")
-    command = (
-        f'<p class="about"><code>{escape(words.clean(story.about.command, words.MOST_COMMAND))}</code></p>' if story.about.command else ""
-    )
+    command = escape(words.clean(story.about.command, words.MOST_COMMAND))
     versions = escape(" · ".join(words.clean(f"{name} {version}") for name, version in story.about.versions))
     states = [(state, story.spent.get(state, 0.0)) for state in WORDS]
     return [
         f"<h1>{escape(title)}</h1>",
         f'<p class="about"><b class="{kind}">{escape(verdict)}</b>{colon}{escape(why)} · {escape(words.when(story))}</p>',
-        command,
+        f'<p class="about"><code>{command}</code></p>' if command else "",
         f'<p class="about">{versions}</p>' if versions else "",
         f'<div class="numbers">{tiles}</div>',
         f'<p id="summary">{escape(words.worst(story))}</p>',

@@ -126,9 +126,9 @@ def state_styles() -> str:
     return " ".join([*rules, f".{NodeState.HANGING} {{ background: {hang} }}"])
 
 
-def _row(kind: str, name: str, content: str) -> str:
+def _row(kind: str, name: str, content: str, dot: str = "") -> str:
     shown = escape(name)
-    return f'<div class="row {kind}"><b title="{shown}">{shown}</b><div>{content}</div></div>'
+    return f'<div class="row {kind}"><b title="{shown}">{dot}{shown}</b><div>{content}</div></div>'
 
 
 def _box(kind: str, axis: Axis, begin: float, end: float, title: str, height: float | None = None) -> str:
@@ -143,9 +143,8 @@ def _lane(number: int, lanes: Sequence[Lane], axis: Axis) -> str:
     content += "".join(
         f'<i class="gone" style="left:{axis.percent(lane.end):.3f}%" title="no further event"></i>' for lane in lanes if not lane.outcome
     )
-    shown = escape(clean(lanes[0].title))
     dot = f'<span class="dot" style="background:{color(number)}"></span>' if any(lane.rates for lane in lanes) else ""
-    return f'<div class="row lane"><b title="{shown}">{dot}{shown}</b><div>{content}</div></div>'
+    return _row("lane", clean(lanes[0].title), content, dot)
 
 
 def _state(one: Segment, axis: Axis) -> str:
@@ -188,9 +187,8 @@ def _ticks(axis: Axis) -> str:
     found = []
     for zoom in ZOOMS:
         for at, text in ticks(axis, TICKS * zoom):
-            if (100 - axis.percent(at)) * zoom < 6:  # percent of a screen that the text needs
-                continue
-            found.append(f'<i class="t{zoom}" style="left:{axis.percent(at):.3f}%">{text}</i>')
+            if (100 - axis.percent(at)) * zoom >= 6:  # percent of a screen that the text needs
+                found.append(f'<i class="t{zoom}" style="left:{axis.percent(at):.3f}%">{text}</i>')
     return "".join(found)
 
 

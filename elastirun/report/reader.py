@@ -133,7 +133,7 @@ def _entries(folder: str, left_out: list[str]) -> tuple[set[str], list[str]]:
 def _read_file(path: str, most: int, found: EventFiles) -> int:
     """Add the events of one file. Return how many bytes it has. ``most``: bytes that may be read."""
     bad: list[str] = []
-    count = number = size = 0
+    number = size = 0
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # non-blocking, because it might be a pipe
         with open(fd, "rb") as file:
@@ -147,14 +147,13 @@ def _read_file(path: str, most: int, found: EventFiles) -> int:
                 if isinstance(event, EventLine):
                     found.events.append(event)
                 else:
-                    count += 1
                     bad.append(f"line {number}: {event}")
             if size >= most:
                 found.left_out.append(f"{path}: what comes after line {number}, because all files together are too large")
     except OSError as error:
         found.left_out.append(f"{path}: {error.strerror}")
     if bad:
-        found.left_out.append(f"{path}: {count} line{'s' * (count > 1)} that cannot be read; {'; '.join(bad[:3])}")
+        found.left_out.append(f"{path}: {len(bad)} line{'s' * (len(bad) > 1)} that cannot be read; {'; '.join(bad[:3])}")
     return size
 
 

@@ -88,7 +88,6 @@ class Fault:
     at: float
     cause: str
     reason: str
-    by: str
     cost: dict[NodeState, float] = field(default_factory=dict)  # seconds
     nodes: int = 0  # that it has cost something
     until_end: float = 0.0  # seconds of ``cost`` until ``at``: the workers made no steps any more, and their round was not over
@@ -109,7 +108,6 @@ class Round:
     end: float
     world_size: int
     nodes: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -307,8 +305,8 @@ def _faults(agents: Sequence[AgentEvents]) -> dict[FaultKey, Fault]:
     for job, one in sorted(_each(agents, "broken"), key=lambda item: item[1].at):
         key = (job, one.event.whole("round"))
         if key not in found:
-            cause, reason, by = (one.event.text(name) for name in ("cause", "reason", "by"))
-            found[key] = Fault(job, key[1], one.at, cause if cause in CAUSES else "unknown", reason, by)
+            cause = one.event.text("cause")
+            found[key] = Fault(*key, one.at, cause if cause in CAUSES else "unknown", one.event.text("reason"))
         elif (found[key].cause, one.event.text("cause")) == ("failure", "lost"):
             found[key].cause = "lost"
     for key in _hung(agents):
@@ -337,7 +335,7 @@ def _charge(lane: Lane, faults: dict[FaultKey, Fault]) -> None:
             segments.append(one)
             continue
         if one.fault not in faults:
-            faults[one.fault] = Fault(*one.fault, one.begin, "unknown", "no event tells why", "")
+            faults[one.fault] = Fault(*one.fault, one.begin, "unknown", "no event tells why")
         fault, parts = faults[one.fault], [one]
         if one.state is NodeState.STOPPING:
             over = min(max(one.begin, fault.at), one.end)
@@ -392,7 +390,7 @@ def _rounds(agents: Sequence[AgentEvents]) -> list[Round]:
     found = []
     for (job, number), one in starts.items():
         end, event = max(one.at, ends.get((job, number), last)), one.event
-        found.append(Round(job, number, one.at, end, event.whole("world_size"), event.whole("nodes"), event.text("reason")))
+        found.append(Round(job, number, one.at, end, event.whole("world_size"), event.whole("nodes")))
     return sorted(found, key=lambda one: one.begin)
 
 
@@ -415,9 +413,11 @@ def _failure(event: EventLine) -> tuple[str, tuple[str, ...]]:
 
 
 def _hang(event: EventLine) -> tuple[str, tuple[str, ...]]:
-    return f"no step for {event.seconds('seconds'):.0f} s, the limit is {event.seconds('limit'):.0f} s; where the workers were:", _stacks(
-        event
-    )
+    lines: list[str] = []
+    for worker in event.items("workers"):
+        lines += [f"rank {worker.whole('rank')}, {worker.whole('steps')} steps:", *worker.texts("stack"), ""]
+    title = f"no step for {event.seconds('seconds'):.0f} s, the limit is {event.seconds('limit'):.0f} s; where the workers were:"
+    return title, tuple(lines)
 
 
 def _straggler(event: EventLine) -> tuple[str, tuple[str, ...]]:
@@ -430,14 +430,6 @@ def _straggler(event: EventLine) -> tuple[str, tuple[str, ...]]:
 def _sits_out(event: EventLine) -> tuple[str, tuple[str, ...]]:
     found = event.texts("strikes")
     return f"the node sits out for {event.seconds('cooldown'):.0f} s at most, for {len(found)} strike{'s' * (len(found) > 1)}:", found
-
-
-def _stacks(event: EventLine) -> tuple[str, ...]:
-    """Return the stacks of all workers in a hang, one after the other."""
-    lines: list[str] = []
-    for worker in event.items("workers"):
-        lines += [f"rank {worker.whole('rank')}, {worker.whole('steps')} steps:", *worker.texts("stack"), ""]
-    return tuple(lines)
 
 
 def _outcome(agents: Sequence[AgentEvents]) -> str:

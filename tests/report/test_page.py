@@ -255,7 +255,7 @@ def test_short_neighbours_are_merged_into_the_longest_of_them_and_no_time_is_lef
 
 
 def test_of_marks_that_meet_the_costliest_is_shown_and_the_others_at_a_larger_zoom() -> None:
-    faults = [Fault(0, number, at, "failure", "", "", number=number) for number, at in enumerate((50.0, 51.0, 50.2, 20.0, 50.0), 1)]
+    faults = [Fault(0, number, at, "failure", "", number=number) for number, at in enumerate((50.0, 51.0, 50.2, 20.0, 50.0), 1)]
     assert picture.shown_from(faults, picture.Axis(0, 100)) == {1: 1, 4: 1, 2: 4, 3: 16}
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from elastirun import clock, linux
-from elastirun.agent.processes import marks
+from elastirun.agent.processes import marks, proc
 from elastirun.agent.processes.preload import forkserver, warm_server
 from elastirun.config import Preload
 
@@ -57,12 +57,12 @@ class WarmServer:
 
     @property
     def modules(self) -> str:
-        return ", ".join(_content(f"/proc/{self.pid}/cmdline").strip("\0").split("\0")[1:])
+        return ", ".join(proc.content(f"/proc/{self.pid}/cmdline").strip("\0").split("\0")[1:])
 
     @property
     def memory(self) -> int | None:
         """Return the bytes that it takes, its share of what several processes have (PSS); None: unknown."""
-        lines = _content(f"/proc/{self.pid}/smaps_rollup").splitlines()
+        lines = proc.content(f"/proc/{self.pid}/smaps_rollup").splitlines()
         return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), None)
 
     def stop(self) -> None:
@@ -157,8 +157,8 @@ def conditions(preload: Preload, environment: Mapping[str, str]) -> dict[str, An
         "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
         "status": [status.get(name) for name in STATUS],
         "ignored signals": sorted(_ignored_signals()),
-        "files": [_content(f"/proc/self/{name}") for name in FILES.split()],
-        "memory policy": _content("/proc/self/numa_maps").partition("\n")[0].split(" ")[1:2],
+        "files": [proc.content(f"/proc/self/{name}") for name in FILES.split()],
+        "memory policy": proc.content("/proc/self/numa_maps").partition("\n")[0].split(" ")[1:2],
         "namespaces": sorted(os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")),
         "root": [os.stat("/").st_dev, os.stat("/").st_ino],
         "scheduling": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority, os.getpriority(os.PRIO_PROCESS, 0)],
@@ -175,14 +175,6 @@ def _packages() -> Iterator[tuple[str, str, int]]:
                 for entry in entries
                 if entry.name.endswith((".dist-info", ".egg-info", ".pth"))
             )
-
-
-def _content(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return os.fsdecode(file.read(1 << 16))
-    except OSError:
-        return ""
 
 
 def _ignored_signals() -> Iterator[int]:

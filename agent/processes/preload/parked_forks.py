@@ -132,17 +132,12 @@ class ParkedForks(Part):
     def refill(self) -> None:
         """Ask for as many forks as have got work. Call it when a round's workers are started: a fork takes the server some milliseconds."""
         if self._server and self._server.env != self._env:
-            self._drop()
+            self.drop()
         if self._server is None:
             self._start()
         elif self._server.phase is ServerStage.READY:
             self._server.patience = FORK_LIMIT
             self._park()
-
-    def drop(self) -> None:
-        """End the server and its forks; the next ``refill`` starts a server. Call it when the guard may be about to kill them."""
-        if self._server:
-            self._drop()
 
     def close(self) -> None:
         """End the server and its forks."""
@@ -209,7 +204,7 @@ class ParkedForks(Part):
                 self._tell(f"{module} is not imported: importing it reads {', '.join(names)}, which differs between workers")
             left = (name for name in self._preload.modules if not {name, *forkserver.ALSO.get(name, ())} & reads.keys())
             self._preload = replace(self._preload, modules=tuple(left))
-            self._drop()
+            self.drop()
             self._start()
         else:
             server.phase = ServerStage.READY
@@ -219,17 +214,21 @@ class ParkedForks(Part):
         if server is not self._server:
             return
         lived, was_ready = clock.now() - server.began, server.phase is ServerStage.READY
-        self._drop()
+        self.drop()
         if not was_ready:
             self._tell("the fork server has ended while it imported modules; workers are executed until the next round has begun")
         elif lived >= RESTART_AFTER:
             self._tell("the fork server has ended; another one is started")
             self._start()
 
-    def _drop(self) -> None:
-        """Kill the server and its forks without work."""
+    def drop(self) -> None:
+        """Kill the server and its forks without work. The next ``refill`` starts a server.
+
+        Call it when the guard may be about to kill them.
+        """
         server, self._server = self._server, None
-        assert server is not None
+        if server is None:
+            return
         server.phase = ServerStage.GONE
         for fileobj in (server.control, server.pidfd):
             with suppress(KeyError):  # the control socket, once the report has come
@@ -240,17 +239,13 @@ class ParkedForks(Part):
         for job in self._parked:
             _await_end(job, end)
         self._parked.clear()
-        ready([server.pidfd], max(0.0, end - clock.now()))
-        with suppress(ChildProcessError):
-            os.waitid(linux.P_PIDFD, server.pidfd, os.WEXITED | os.WNOHANG)
-        os.close(server.pidfd)
+        _reap(server.pidfd, max(0.0, end - clock.now()))
         server.control.close()
         self._tree.spare_no_longer(server.pid)
 
     def _give_up(self, why: str) -> None:
         self._preload = Preload()
-        if self._server:
-            self._drop()
+        self.drop()
         self._tell(f"{why}; workers are executed")
 
     def _tell(self, text: str) -> None:
@@ -316,7 +311,7 @@ class ParkedForks(Part):
                 _kill(pidfd)
             if isinstance(error, TimeoutError):
                 self._tell("a fork has not answered in time; workers are executed, and another fork server is started")
-                self._drop()
+                self.drop()
             return None
         server.patience -= clock.now() - began
         self._asked.add(job)
@@ -350,7 +345,12 @@ def _await_end(job: socket.socket, end: float) -> None:
 def _kill(pidfd: int) -> None:
     with suppress(ProcessLookupError):
         linux.pidfd_send_signal(pidfd, signal.SIGKILL)
-    ready([pidfd], KILL_LIMIT)
+    _reap(pidfd, KILL_LIMIT)
+
+
+def _reap(pidfd: int, limit: float) -> None:
+    """Wait for the end of a killed child, for ``limit`` seconds at most, and reap it."""
+    ready([pidfd], limit)
     with suppress(ChildProcessError):
         os.waitid(linux.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     os.close(pidfd)
