@@ -151,8 +151,4 @@ def _view(data: memoryview, dtype: torch.dtype, count: int, at: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _strides(sizes: tuple[int, ...]) -> list[int]:
-    strides, stride = [], 1
-    for size in reversed(sizes):
-        strides.append(stride)
-        stride *= size
-    return strides[::-1]
+    return [volume(sizes[dim + 1 :]) for dim in range(len(sizes))]
