@@ -31,10 +31,6 @@ class BucketSet:
         self.outdated = True  # there is a newer plan than the one in memory
         self.words_apart = False  # the words travel in memory of their own, after the last bucket
         self._words = ControlWords(self._rank, self._world, 0, len(self._params))
-        self.buckets: list[Bucket] = []
-        self.home: dict[int, tuple[Bucket, Portion]] = {}  # by parameter
-        self._arena: Arena | None = None
-        self._tail = torch.empty(0, device="cpu")  # of the arena: words and statistics
         self.release()
 
     @property
@@ -74,8 +70,10 @@ class BucketSet:
 
     def release(self) -> None:
         """Give up the memory of the present plan. Gradients that lie in it keep their part of it alive."""
-        self.buckets, self.home, self._arena = [], {}, None
-        self._tail = torch.empty(0, device="cpu")
+        self.buckets: list[Bucket] = []
+        self.home: dict[int, tuple[Bucket, Portion]] = {}  # by parameter
+        self._arena: Arena | None = None
+        self._tail = torch.empty(0, device="cpu")  # of the arena: words and statistics
         self._place_statistics()
 
     def _place_statistics(self) -> None:

@@ -54,12 +54,7 @@ def gradients_of(params: Sequence[nn.Parameter]) -> list[Gradient]:
 class Planner:
     """Makes plans. ``buckets`` is the present plan, number ``epoch``; the same on every rank."""
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        sparse: Sequence[int],
-        bucket_cap_mb: float | None,
-    ) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], sparse: Sequence[int], bucket_cap_mb: float | None) -> None:
         self.gradients = gradients_of(params)
         self.device = params[0].device
         self.epoch = 0
