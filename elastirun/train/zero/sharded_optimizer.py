@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,8 +68,7 @@ class ShardedOptimizer(Optimizer):
         if not hasattr(kind, "__name__"):  # no class and no function
             raise WrongUse(f"kind must be the class of an optimizer, such as torch.optim.AdamW, not {named(kind)}")
         if not (isinstance(kind, type) and is_elementwise(kind)):
-            name = getattr(kind, "__name__", type(kind).__name__)
-            raise WrongUse(f"{name} may need more than single elements of a parameter: {', '.join(ELEMENTWISE)} can be sharded")
+            raise WrongUse(f"{kind.__name__} may need more than single elements of a parameter: {', '.join(ELEMENTWISE)} can be sharded")
         whole = kind([param for param in ddp.parameters() if param.requires_grad] if params is None else params, **options)
         world = ddp._reducer.world
         self._ddp, self._transport, self._ranks, self._rank = ddp, world.transport, world.size, world.rank
@@ -225,12 +225,9 @@ class ShardedOptimizer(Optimizer):
             for at, state in state_dict["state"].items()
             if params[at] in self._views
         }
-        groups, index = [], dict[Tensor, int]()
-        for group, saved in zip(self._within.param_groups, saved_groups, strict=True):
-            for view in group["params"]:
-                index[view] = len(index)
-            numbers = [index[view] for view in group["params"]]
-            groups.append({**{name: value for name, value in saved.items() if name != "params"}, "params": numbers})
+        views = [group["params"] for group in self._within.param_groups]
+        index = {view: at for at, view in enumerate(chain.from_iterable(views))}
+        groups = [{**saved, "params": [index[view] for view in own]} for saved, own in zip(saved_groups, views, strict=True)]
         self._within.load_state_dict({"state": {index[self._views[p]]: state for p, state in taken.items()}, "param_groups": groups})
         for group, own in zip(self.param_groups, self._within.param_groups, strict=True):
             group.update((name, value) for name, value in own.items() if name != "params")
