@@ -121,19 +121,19 @@ class Reducer:
     def set_hook(self, hook: Hook | None, state: Any) -> None:
         """Let ``hook`` reduce the buckets, beginning with the next reduction."""
         self.parts.extensions.set_hook(hook, state)
-        self.world.buckets.expire()
+        self.world.buckets.outdated = True
 
     def set_optimizer(self, step: OptimizerStep) -> None:
         """Call ``step`` with the parameters of each bucket as the bucket arrives."""
         if self.parts.extensions.optimizer_step is None:
-            self.world.buckets.expire()
+            self.world.buckets.outdated = True
         self.parts.extensions.optimizer_step = step
 
     def drop_failed_steps(self) -> None:
         """Let a failed reduction end its backward without gradients. Every rank calls it: from then on, gradients are used after the words
         of their step were read."""
         self.drops_failed_steps = True
-        self.conclusion.read_always()
+        self.conclusion.always_reads = True
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
