@@ -152,12 +152,11 @@ class ElasticShards:
             ranks = [progress]
         streams = [Progress(*ranks[rank][number]) for number in range(self._workers) for rank in range(self.world_size)]
         rest = self._rest.after(streams)
-        opened = [list(place) for place in rest.open]
         return {
             "seed": self.seed,
             "epoch": self.epoch,
             "next": rest.next_place,
-            "open": opened,
+            "open": [list(place) for place in rest.open],
             "shards": rest.shards,
             "names": self._names,
         }

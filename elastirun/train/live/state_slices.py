@@ -282,8 +282,7 @@ class Receiver:
             self._state.update(load(shared, decode_values(told["values"].encode("ascii")), self._wanted))
 
     def _receive(self, box: Tensor) -> Tensor:
-        work = dist.irecv(box, self._source, self._group, TAG)
-        finish_message(work, self._limit)
+        finish_message(dist.irecv(box, self._source, self._group, TAG), self._limit)
         return box
 
     def _receive_text(self) -> dict[str, Any]:

@@ -119,8 +119,7 @@ class ShardedOptimizer(Optimizer):
         for group, own in zip(self.param_groups, self._within.param_groups, strict=True):
             own.update((name, value) for name, value in group.items() if name != "params")
         for param, view in self._views.items():
-            rows = self._rows[param]
-            view.grad = None if param.grad is None else _rows_of(local_part(param.grad), rows)
+            view.grad = None if param.grad is None else _rows_of(local_part(param.grad), self._rows[param])
         try:
             self._within.step()
         finally:
@@ -183,10 +182,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, as far as this rank has it: tensors of rows are ``TensorPart``."""
         index = {param: at for at, param in enumerate(self._all_params())}
-        groups, at = [], 0
-        for group in self.param_groups:
-            groups.append({**group, "params": list(range(at, at + len(group["params"])))})
-            at += len(group["params"])
+        groups = [{**group, "params": [index[param] for param in group["params"]]} for group in self.param_groups]
         return {"state": {index[param]: state for param, state in self.parts().items()}, "param_groups": groups}
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -194,9 +190,7 @@ class ShardedOptimizer(Optimizer):
         params, found = self._all_params(), self.parts()
         own = {at: _spell(found[param]) for at, param in enumerate(params) if param in found}
         everyones = gather_text(json.dumps(own), self._ddp.process_group, params[0].device)
-        told: dict[int, dict[str, list[Any]]] = {}
-        for text in everyones:
-            told.update({int(at): state for at, state in json.loads(text).items()})
+        told = {int(at): state for text in everyones for at, state in json.loads(text).items()}
         state = {at: {name: _read(*spelled) for name, spelled in told[at].items()} for at in sorted(told)}
         for name in sorted({name for each in told.values() for name in each}):
             having = [at for at, each in told.items() if name in each and each[name][0] in DTYPES and each[name][1] is None]
@@ -257,9 +251,8 @@ class ShardedOptimizer(Optimizer):
 def _verify(params: Sequence[Tensor], ddp: DistributedDataParallel) -> None:
     """Raise WrongUse for parameters that are not trained by ``ddp``, or have sparse gradients."""
     trained = {id(param) for param in ddp._reducer.params}
-    for param in params:
-        if id(param) not in trained:
-            raise WrongUse("ShardedOptimizer has a parameter that is frozen, or not of ddp: leave it out, or all params")
+    if any(id(param) not in trained for param in params):
+        raise WrongUse("ShardedOptimizer has a parameter that is frozen, or not of ddp: leave it out, or all params")
     if ddp._reducer.parts.planner.sparse:
         raise WrongUse("a gradient of the module is sparse, of which there are no rows: use sparse=False")
 

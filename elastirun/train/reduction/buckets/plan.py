@@ -101,13 +101,12 @@ def planned(
     """
     late = [index for index in order if index in unsure]
     sure = [index for index in order if index not in unsure]
-    buckets: list[tuple[float, tuple[int, ...]]] = []
+    buckets: list[tuple[int, ...]] = []
     for kind in dict.fromkeys(gradients[index].kind for index in sure):
         mine = [index for index in sure if gradients[index].kind == kind]
-        for bucket in _cut(blocks(gradients, mine, ready), link):
-            buckets.append((max(ready[index] for index in bucket), bucket))
-    buckets.sort(key=lambda pair: pair[0])
-    return words_last(gradients, tuple(bucket for _, bucket in buckets) + by_size(gradients, late, CAP, CAP))
+        buckets += _cut(blocks(gradients, mine, ready), link)
+    buckets.sort(key=lambda bucket: max(ready[index] for index in bucket))
+    return words_last(gradients, (*buckets, *by_size(gradients, late, CAP, CAP)))
 
 
 def words_last(gradients: Sequence[Gradient], plan: Buckets) -> Buckets:
