@@ -127,13 +127,12 @@ class Foreign:
         self._folder = folder  # has the chunks of the tensors that are not in memory
         self._whole: Node = None  # the tree as one node, with what a tree at the top cannot say
 
-    def fill(self, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
+    def fill(self, targets: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy the tensors into ``targets``, as ``reading.fill`` does."""
-        missing = check_targets(self.tensors, targets, strict)
+        check_targets(self.tensors, targets, strict)
         with torch.no_grad():
             for to, source in copy_pairs(self.tensors, self._read, targets):
                 to.copy_(source)
-        return missing
 
     def set_tree(self, value: Mapping[Any, Any]) -> None:
         """Take the tree and the tensors from ``value``."""
