@@ -545,13 +545,12 @@ class Elastic:
                 dist.init_process_group(Given.backend, timeout=Given.timeout)
             self._model.set_group(init_sync=False)
             return self._settle()
-        assert live.world is not None
         for request in (ADMIT, SWITCH, WHOLE):
             self._switch.withdraw(request)  # what this rank has asked for in a world that is over
         if self._rehearsal is not None:
             self._rehearsal.train_as_before()  # nobody has a state
-        with connecting(live.world):
-            init_default_group(Given.backend, live.store(live.world), live.rank, live.size, Given.timeout)
+        with connecting(live.present):
+            init_default_group(Given.backend, live.store(live.present), live.rank, live.size, Given.timeout)
             self._model.set_group(init_sync=False)
         return self._settle()
 
