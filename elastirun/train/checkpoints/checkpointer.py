@@ -179,6 +179,8 @@ class Checkpointer:
         self._costs.saves += 1
         if self._costs.saves == 2:  # all ranks have come here, so all have filled an image in this round
             self._opened.publisher.submit(self._memory.drop_others)
+        large = self._planned.plan.written_by(self._ranks.rank)
+        small = (TENSORS, VALUES) if self._ranks.rank == 0 else ()
         self._staging.fill(
             which,
             flat,
@@ -191,7 +193,7 @@ class Checkpointer:
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
                 files={},
-                write=self._written_here(),
+                write=(*(file.name for file in large), *small),
             ),
         )
         self._filled = which
@@ -202,11 +204,6 @@ class Checkpointer:
         if on_disk:
             self._last = self._by_image[which] = Save(self._number, step, which, partial(self._planned.dcp.encode, flat.tree))
             self._opened.publisher.submit(self._last)
-
-    def _written_here(self) -> tuple[str, ...]:
-        assert self._planned is not None
-        small = (TENSORS, VALUES) if self._ranks.rank == 0 else ()
-        return (*(file.name for file in self._planned.plan.written_by(self._ranks.rank)), *small)
 
     def _take_apart(self, state: Mapping[str, Any]) -> tuple[Flat, bytes, str]:
         """Return the tensors of ``state``, the content of values.json, and why it cannot be saved; empty if it can."""

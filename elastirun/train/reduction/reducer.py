@@ -194,13 +194,12 @@ class Reducer:
 
         ``left``: of this rank's reducer in the last world. Every rank calls it before ``install``.
         """
-        planner, plan = self.parts.planner, None
-        if left is not None and left.plan is not None and planner.can_use(left.plan, self.world.transport):
-            plan = left.plan
+        planner, plan = self.parts.planner, left.plan if left is not None else None
+        if plan is not None and not planner.can_use(plan, self.world.transport):
+            plan = None
         mine = [left.step if left is not None else 0, plan.position[0] if plan is not None else 0]
-        everyone = gather(mine, self.world.group, planner.device)
-        self.step = max(step for step, _ in everyone)
-        epochs = [epoch for _, epoch in everyone]
+        steps, epochs = zip(*gather(mine, self.world.group, planner.device), strict=True)
+        self.step = max(steps)
         if any(epochs):
             planner.continue_from(plan, self.world.group, epochs.index(max(epochs)))
 

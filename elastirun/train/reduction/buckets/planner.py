@@ -158,8 +158,7 @@ class Planner:
         """Return the best plan from what is known by now."""
         order = self._order()
         if self.link is None:
-            sure = [index for index in order if index not in self._unsure]
-            return plans.by_size(self.gradients, sure + [index for index in order if index in self._unsure], *self._caps)
+            return plans.by_size(self.gradients, sorted(order, key=self._unsure.__contains__), *self._caps)  # the sure ones first
         times = self._history[-MEASURED:]
         last = max((max(came.values()) for came in times if came), default=0.0)
         ready = [last] * len(self.gradients)
