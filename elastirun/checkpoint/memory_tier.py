@@ -33,12 +33,8 @@ def names(prefix: str = "", timeout: float = TIMEOUT) -> list[str]:
 
 def found(prefix: str = "", timeout: float = TIMEOUT) -> dict[str, int]:
     """Return a descriptor of everything whose name begins with ``prefix``, by name. The caller closes them."""
-    held = {}
-    for name in names(prefix, timeout):
-        _, fd = _ask(f"get {name}", timeout)
-        if fd is not None:
-            held[name] = fd
-    return held
+    fds = {name: _ask(f"get {name}", timeout)[1] for name in names(prefix, timeout)}
+    return {name: fd for name, fd in fds.items() if fd is not None}
 
 
 def drop(name: str, timeout: float = TIMEOUT) -> bool:

@@ -91,9 +91,7 @@ def is_file_name(name: str) -> bool:
 
 def encode(commit: Commit) -> bytes:
     """Return the record's bytes. Raises ``CheckpointError`` when ``decode`` would not take them."""
-    files = {name: {"size": file.size, "sha256": file.sha256, "crc32": file.crc32} for name, file in commit.files.items()}
-    plain = {"format": FORMAT, "step": commit.step, "sequence": commit.sequence, "fence": commit.fence, "round": commit.round}
-    plain |= {"world_size": commit.world_size, "time": commit.time, "files": files}
+    plain = {"format": FORMAT, **vars(commit), "files": {name: vars(file) for name, file in commit.files.items()}}
     _commit_of(plain)
     data = _spell({**plain, "sha256": _sum_of(plain)})
     if len(data) > MAX_BYTES:

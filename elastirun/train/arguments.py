@@ -15,13 +15,18 @@ SHOWN = 60  # characters of a value in a message
 
 def whole(name: str, value: Any, least: int | None = 1) -> int:
     """Return ``value``, the argument called ``name``, if it is a whole number, and not below ``least`` (None: any)."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = as_whole(value)
     if number is None or (least is not None and number < least):
         raise WrongUse(f"{name} must be a whole number{'' if least is None else f', {least} or more'}, not {shown(value)}")
     return number
+
+
+def as_whole(value: Any) -> int | None:
+    """Return ``value`` if it is a whole number, which True and False are not, else None."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def shown(value: Any) -> str:

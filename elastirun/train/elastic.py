@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from elastirun.progress import begin_round
 from elastirun.train.arguments import verify_callable
 from elastirun.train.checkpoints.checkpointer import Checkpointer
-from elastirun.train.data.loader import StepsInAnyWorld
+from elastirun.train.data.loader import steps_at_once
 from elastirun.train.data.steps import Step
 from elastirun.train.ddp.world_switch import WorldSwitch
 from elastirun.train.errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
@@ -155,7 +155,7 @@ class Elastic:
     @property
     def _is_dropped(self) -> bool:
         """Return whether the step under way has no gradients, as its reduction failed: not, if a peer was lost after that."""
-        return self._model.failed and self._switch.completed == self._completed
+        return self._model.failed and self._switch.reducer.completed == self._completed
 
     @property
     def checkpoints(self) -> Checkpointer | None:
@@ -170,7 +170,7 @@ class Elastic:
         A step in which the script leaves the loop counts if its gradients came. Raises CheckpointError if two
         saves in a row fail, and TrainError after a batch without a reduction, or with several.
         """
-        return self._loop(self._loader)
+        return self._loop(lambda: self._loader)
 
     def steps(self) -> Iterator[Step]:
         """Yield each global batch that is left in the epoch as a loop over this rank's micro-batches.
@@ -178,27 +178,26 @@ class Elastic:
         See ``ElasticDataLoader.steps``: the loader's ``micro_batch_size`` is the most samples of one.
         The last backward of a step reduces; a rank without samples has an empty loop. Else as ``batches``.
         """
-        return self._loop(StepsInAnyWorld(self._loader, self._model))
+        return self._loop(lambda: steps_at_once(self._loader, self._model))
 
-    def _loop(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Yield each batch of ``data`` that is left in the epoch; end its step when the script comes back."""
+    def _loop(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        """Yield each batch of ``begin()`` that is left in the epoch; end its step when the script comes back."""
         self._begin_loop()
         epoch = self._loader.epoch
         while self._loader.epoch == epoch and self._phase is not Phase.LATE:
-            for batch in data:
+            for batch in begin():
                 has_weight = self._phase is not Phase.JOINING
                 self._switch.count_samples(has_weight)
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if has_weight else 0)
-                self._completed, self._open = self._switch.completed, (token := object())
+                self._completed, self._open = self._switch.reducer.completed, (token := object())
                 try:
                     yield batch
                 except GeneratorExit:  # the script has left the loop
                     self._end_loop(token)
                     raise
                 if self._open is not token:
-                    what = "run.save() or another loop came within the loop over the batches"
-                    raise TrainError(f"{what}: leave that loop first")
+                    raise TrainError("run.save() or another loop came within the loop over the batches: leave that loop first")
                 self._open = None
                 trained = self._trains
                 if not self._end_step():
@@ -230,7 +229,7 @@ class Elastic:
         self._open, self._left = None, -1
         if self._model.failed:
             self._tried += bool(self._before.others)
-        counts = self._switch.completed > self._completed
+        counts = self._switch.reducer.completed > self._completed
         if counts:
             self._left = self._worlds
         if counts and self._phase is not Phase.REHEARSING:
@@ -268,7 +267,7 @@ class Elastic:
 
         A step with another number would count with other gradients, or not count, where a peer is lost.
         """
-        made = self._switch.completed - self._completed
+        made = self._switch.reducer.completed - self._completed
         if made == 0:
             raise TrainError(
                 f"no reduction was made for the batch of step {self.state.step + 1}: make one for each batch "
@@ -546,13 +545,12 @@ class Elastic:
                 dist.init_process_group(Given.backend, timeout=Given.timeout)
             self._model.set_group(init_sync=False)
             return self._settle()
-        assert live.world is not None
         for request in (ADMIT, SWITCH, WHOLE):
             self._switch.withdraw(request)  # what this rank has asked for in a world that is over
         if self._rehearsal is not None:
             self._rehearsal.train_as_before()  # nobody has a state
-        with connecting(live.world):
-            init_default_group(Given.backend, live.store(live.world), live.rank, live.size, Given.timeout)
+        with connecting(live.present):
+            init_default_group(Given.backend, live.store(live.present), live.rank, live.size, Given.timeout)
             self._model.set_group(init_sync=False)
         return self._settle()
 

@@ -23,7 +23,6 @@ class TensorPart(Tensor):
     local: Tensor
     offsets: tuple[int, ...]
 
-    @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> TensorPart:
         part: TensorPart = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
         part.local, part.offsets = local, tuple(offsets)

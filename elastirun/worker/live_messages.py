@@ -5,8 +5,9 @@ Agents also tell the workers of a round which of these have a state: in the work
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,7 @@ class Resume:
 
 
 Message = Hello | Park | Parked | AllTrain | Lost | Resume
-WORDS = {Hello: "hello", Park: "park", Parked: "parked", AllTrain: "gathered", Lost: "lost", Resume: "resume"}
-OF_A_ROUND: Mapping[Any, Callable[[int], Message]] = {WORDS[kind]: kind for kind in (Park, AllTrain, Lost)}
+WORDS: dict[type[Message], str] = {Hello: "hello", Park: "park", Parked: "parked", AllTrain: "gathered", Lost: "lost", Resume: "resume"}
 
 
 def store_prefix(round: int) -> str:
@@ -89,19 +89,13 @@ def decode(data: bytes) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    kind = fields.pop("do", None)
-    numbers = [name for name in fields if name != "env"]
-    if not all(_is_number(fields[name]) for name in numbers):
+    word = fields.pop("do", None)
+    kind = next((kind for kind, known in WORDS.items() if known == word), None)
+    if kind is None or [*fields] != [field.name for field in dataclasses.fields(kind)]:
         return None
-    if kind == "hello" and fields == {"version": VERSION}:
-        return Hello()
-    if isinstance(kind, str) and kind in OF_A_ROUND and numbers == [*fields] == ["round"]:
-        return OF_A_ROUND[kind](fields["round"])
-    if kind == "parked" and numbers == [*fields] == ["round", "step", "settled"]:
-        return Parked(fields["round"], fields["step"], fields["settled"])
-    if kind == "resume" and [*fields] == ["round", "env"] and _is_environment(fields["env"]):
-        return Resume(fields["round"], fields["env"])
-    return None
+    if not all(_is_environment(value) if name == "env" else _is_number(value) for name, value in fields.items()):
+        return None
+    return kind(**fields) if fields.get("version", VERSION) == VERSION else None
 
 
 def _is_number(value: Any) -> bool:

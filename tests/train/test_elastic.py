@@ -571,7 +571,7 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     model.request(ADMIT)
     store = dist.HashStore()  # type: ignore[attr-defined]
     live = SimpleNamespace(
-        rank=0, size=1, whole=False, world=LiveWorld(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None
+        rank=0, size=1, whole=False, present=LiveWorld(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None
     )
     live_sockets.begin()
     training._live = live  # type: ignore[assignment]

@@ -294,7 +294,7 @@ MUTANTS = (
     ),
     mutant(
         "a step of micro-batches that was left at its end is consumed",
-        "data.loader:StepsInAnyWorld.__iter__",
+        "data.loader:steps_at_once",
         without("done"),
         seen_by="live_loop::steps_of_micro_batches_are_those_of_whole_batches[left_at_its_end_then_a_peer_is_lost]",
     ),
@@ -682,7 +682,7 @@ MUTANTS = (
     ),
     mutant(
         "a hook with a state is refused",
-        *("live.start:check", never("hook_with_state")),
+        *("live.start:check", never("_hook")),
         seen_by="elastic::a_hook_with_a_state_is_refused",
     ),
     mutant(
@@ -928,7 +928,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank is judged by its time for the work in its batches",
-        *("reduction.step_times:usual_seconds", returns("[median(seconds)] * len(work)")),
+        *("reduction.step_times:usual_seconds", returns("[median_low(seconds)] * len(work)")),
         seen_by="more::who_computes_much_longer_than_the_median_is_named",
     ),
     mutant(
@@ -1206,8 +1206,8 @@ MUTANTS = (
         "the writer starts after a restore",
         *(
             "checkpoints/checkpointer",
-            "        self._claim_directory()\n        if self._last",
-            "        self._claim_directory()\n        self._opened.publisher.start_writer()\n        if self._last",
+            "        publisher = self._claim_directory()\n",
+            "        publisher = self._claim_directory()\n        publisher.start_writer()\n",
         ),
         *("ckpt_ranks", "the_writer_does_not_start_beside_a_restore"),
     ),

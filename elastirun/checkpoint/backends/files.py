@@ -62,12 +62,11 @@ def _set_direct(fd: int, direct: bool) -> bool:
     """Switch O_DIRECT on or off, if the file system can. Return whether it is on."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
-    if wanted != flags:
-        with suppress(OSError):
+    with suppress(OSError):
+        if wanted != flags:
             fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
-            return direct
-        return False
-    return direct
+        return direct
+    return False
 
 
 def sync_folder(path: str) -> None:

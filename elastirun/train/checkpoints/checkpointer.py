@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 import os
 import time
 import weakref
@@ -25,7 +24,7 @@ from elastirun.checkpoint.tensors import TENSORS, VALUES
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.progress import at_step, saving
-from elastirun.train.arguments import shown, verify_type, whole
+from elastirun.train.arguments import as_whole, shown, verify_type, whole
 from elastirun.train.checkpoints import restoring
 from elastirun.train.checkpoints.dcp import DcpFiles
 from elastirun.train.checkpoints.due import due
@@ -128,9 +127,7 @@ class Checkpointer:
         step = _whole(step)
         at_step(step)
         self._ranks.begin(f"save of step {step}")
-        self._claim_directory()
-        assert self._opened.publisher is not None
-        self._opened.publisher.start_writer()
+        self._claim_directory().start_writer()
         on_disk = now or self._due.is_due(step, self._ranks)
         if not on_disk and (not self._memory_every or step % self._memory_every):
             if self._planned is None:
@@ -182,6 +179,8 @@ class Checkpointer:
         self._costs.saves += 1
         if self._costs.saves == 2:  # all ranks have come here, so all have filled an image in this round
             self._opened.publisher.submit(self._memory.drop_others)
+        large = self._planned.plan.written_by(self._ranks.rank)
+        small = (TENSORS, VALUES) if self._ranks.rank == 0 else ()
         self._staging.fill(
             which,
             flat,
@@ -194,7 +193,7 @@ class Checkpointer:
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
                 files={},
-                write=self._written_here(),
+                write=(*(file.name for file in large), *small),
             ),
         )
         self._filled = which
@@ -205,11 +204,6 @@ class Checkpointer:
         if on_disk:
             self._last = self._by_image[which] = Save(self._number, step, which, partial(self._planned.dcp.encode, flat.tree))
             self._opened.publisher.submit(self._last)
-
-    def _written_here(self) -> tuple[str, ...]:
-        assert self._planned is not None
-        small = (TENSORS, VALUES) if self._ranks.rank == 0 else ()
-        return (*(file.name for file in self._planned.plan.written_by(self._ranks.rank)), *small)
 
     def _take_apart(self, state: Mapping[str, Any]) -> tuple[Flat, bytes, str]:
         """Return the tensors of ``state``, the content of values.json, and why it cannot be saved; empty if it can."""
@@ -271,8 +265,7 @@ class Checkpointer:
             own.extend(pieces(flat))
             return encode(own)
 
-        everyones = map(decode, on_every_rank(self._ranks, take))
-        made = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
+        made = plan([*map(decode, on_every_rank(self._ranks, take))], self._ranks.nodes, keep_node_complete=self._memory.there)
         verify_same_tensors(flat, self._ranks)
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(made, self._ranks.rank), made.tensors_json(), gpu)
@@ -290,10 +283,10 @@ class Checkpointer:
 
     # -- the directory ----------------------------------------------------------------------------------------------------
 
-    def _claim_directory(self) -> None:
-        """Claim the directory for this round, unless that is done. Every rank calls it at the same point."""
+    def _claim_directory(self) -> Publisher:
+        """Claim the directory for this round, unless that is done, and return its publisher. Every rank calls it at the same point."""
         if self._opened.publisher is not None:
-            return
+            return self._opened.publisher
         if self._ranks.made_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TrainError("make the Checkpointer after torch.distributed.init_process_group(): this one was made for one process alone")
 
@@ -302,7 +295,8 @@ class Checkpointer:
             return json.dumps([own.name, own.sequence])
 
         claim, sequence = json.loads(on_every_rank(self._ranks, take if self._ranks.rank == 0 else str)[0])
-        self._opened.publisher = Publisher(self._ranks, WriterProcess(), self._url, claim, sequence, self._keep, self._fence)
+        self._opened.publisher = publisher = Publisher(self._ranks, WriterProcess(), self._url, claim, sequence, self._keep, self._fence)
+        return publisher
 
     # -- restoring --------------------------------------------------------------------------------------------------------
 
@@ -320,9 +314,9 @@ class Checkpointer:
         step = None if step is None else _whole(step)
         restoring.check_state(state)
         self._ranks.begin("restore")
-        self._claim_directory()
-        if self._last is not None and self._opened.publisher is not None:  # what was saved before counts, and may be saved again
-            self._opened.publisher.outcome(self._last, END_LIMIT)
+        publisher = self._claim_directory()
+        if self._last is not None:  # what was saved before counts, and may be saved again
+            publisher.outcome(self._last, END_LIMIT)
             self._last = None
         published = self._directory.scan() if self._opened.claim is not None else []
         parts = self._memory.parts()
@@ -334,9 +328,8 @@ class Checkpointer:
                 restoring.warn_of_unused(left, found, self._ranks)
         finally:
             self._staging.adopt(self._memory.adopt(parts))
-            if self._opened.publisher is not None:  # the writer takes a processor for a moment, so not beside what restores
-                self._opened.publisher.start_writer()
-                self._opened.publisher.take_images(self._staging)
+            publisher.start_writer()  # takes a processor for a moment, so not beside what restores
+            publisher.take_images(self._staging)
         if found is None:
             if step is not None:
                 raise CheckpointError(f"{self._url} has no checkpoint of step {step} that can be used")
@@ -431,10 +424,7 @@ def _check_arguments(directory: Any, **numbers: int) -> None:
 
 
 def _whole(step: Any) -> int:
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_NUMBER:
+    number = as_whole(step)
+    if number is None or not 0 <= number <= MAX_NUMBER:
         raise TrainError(f"step must be a whole number from 0 to 2**53, not {shown(step)}")
     return number

@@ -119,21 +119,20 @@ class Foreign:
     could run code.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Open | None = None) -> None:
         self.tree: dict[str, Node] = {}
         self.tensors: dict[str, TorchSaved] = {}
         self.skipped: list[str] = []
         self._memory: dict[str, Tensor] = {}  # tensors that are in memory, or mapped
-        self._folder: Open | None = None
+        self._folder = folder  # has the chunks of the tensors that are not in memory
         self._whole: Node = None  # the tree as one node, with what a tree at the top cannot say
 
-    def fill(self, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
+    def fill(self, targets: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy the tensors into ``targets``, as ``reading.fill`` does."""
-        missing = check_targets(self.tensors, targets, strict)
+        check_targets(self.tensors, targets, strict)
         with torch.no_grad():
             for to, source in copy_pairs(self.tensors, self._read, targets):
                 to.copy_(source)
-        return missing
 
     def set_tree(self, value: Mapping[Any, Any]) -> None:
         """Take the tree and the tensors from ``value``."""
@@ -151,10 +150,6 @@ class Foreign:
         key = f"memory:{name}"  # which is the name of no file
         self._memory[key] = tensor.detach()
         self.tensors[name] = SavedTensor(tensor.dtype, shape, (Chunk(Box((0,) * len(shape), shape), key, 0, 0),))
-
-    def read_from(self, folder: Open) -> None:
-        """Take the chunks of the tensors that are not in memory from ``folder``."""
-        self._folder = folder
 
     def under(self, key: str) -> None:
         """Put everything below ``key``."""
@@ -208,9 +203,8 @@ def _open_file(path: str | os.PathLike[str]) -> Foreign:
 
 def _load(source: Any, where: str) -> Any:
     """Return what ``torch.load`` reads without running code. ``source``: a path, or a view of memory."""
-    in_memory = isinstance(source, memoryview)
     try:
-        if in_memory:
+        if isinstance(source, memoryview):
             return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
         try:
             return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
@@ -250,9 +244,8 @@ def _open_folder(path: Path) -> Foreign:
         raise CheckpointError(f"the folder has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or was not completed")
     with open(path / METADATA, "rb") as file:
         data = file.read(MAX_METADATA + 1)
-    found = Foreign()
     folder, tree = files_in(path), _Branch()
-    found.read_from(folder)
+    found = Foreign(folder)
     try:
         described, paths, stored = _parts(_unpickle(data))
         for name, one in described.items():
@@ -381,8 +374,7 @@ def _with_groups(node: Node, path: str, tensors: dict[str, TorchSaved]) -> Node:
     for key, each in node.items():
         part, _, rest = key.partition(".")
         name, _, option = rest.rpartition(".")
-        own = parts[part].setdefault(name, {})
-        own[option] = each
+        parts[part].setdefault(name, {})[option] = each
         if part == "param_groups" and join(path, key) in tensors:
             tensors[f"{path}.param_groups.{len(parts[part]) - 1}.{option}"] = tensors.pop(join(path, key))
     return {"state": parts["state"], "param_groups": [{"params": [name], **options} for name, options in parts["param_groups"].items()]}

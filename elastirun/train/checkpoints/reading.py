@@ -62,29 +62,27 @@ def tensors_in(data: bytes) -> dict[str, TorchSaved]:
 ReadChunk = Callable[[TorchSaved, Chunk], Tensor]
 
 
-def fill(saved: Mapping[str, TorchSaved], content: Open, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
+def fill(saved: Mapping[str, TorchSaved], content: Open, targets: Mapping[str, Tensor], strict: bool = True) -> None:
     """Copy the checkpoint's tensors into ``targets``, each into its own or, of a DTensor, into the shard of this rank.
 
     Floating point numbers are converted to the target's width. Raises ``CheckpointError``, before anything is changed, for other types,
-    other shapes and missing tensors, with the name, and for data that is not in its file. Returns the names of targets that the
-    checkpoint does not have, where ``strict`` is false; they stay as they are.
+    other shapes and missing tensors, with the name, and for data that is not in its file. Where ``strict`` is false, targets that the
+    checkpoint does not have stay as they are.
     """
-    missing = check_targets(saved, targets, strict)
+    check_targets(saved, targets, strict)
     with torch.no_grad(), no_collection():
         pairs = list(copy_pairs(saved, _Views(content), targets))
         copy_all([to for to, _ in pairs], [source for _, source in pairs])
-    return missing
 
 
-def check_targets(saved: Mapping[str, TorchSaved], targets: Mapping[str, Tensor], strict: bool) -> list[str]:
-    """Return the names of the targets that the checkpoint does not have. Raises ``CheckpointError`` for targets that do not fit."""
+def check_targets(saved: Mapping[str, TorchSaved], targets: Mapping[str, Tensor], strict: bool) -> None:
+    """Raise ``CheckpointError`` for targets that do not fit and, if ``strict``, for those that the checkpoint does not have."""
     missing = [name for name in targets if name not in saved]
     if missing and strict:
         raise CheckpointError(f"the checkpoint has no tensor {clip(missing[0])}{f', and {len(missing) - 1} more' if missing[1:] else ''}")
     for name, target in targets.items():
         if name in saved:
             _check_target(name, saved[name], target)
-    return missing
 
 
 def copy_pairs(saved: Mapping[str, TorchSaved], read: ReadChunk, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -151,8 +149,4 @@ def _view(data: memoryview, dtype: torch.dtype, count: int, at: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _strides(sizes: tuple[int, ...]) -> list[int]:
-    strides, stride = [], 1
-    for size in reversed(sizes):
-        strides.append(stride)
-        stride *= size
-    return strides[::-1]
+    return [volume(sizes[dim + 1 :]) for dim in range(len(sizes))]

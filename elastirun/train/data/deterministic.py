@@ -117,11 +117,8 @@ class DeterministicShards:
 
     def parts(self, size: int, step: int = 0) -> list[range]:
         """Return the shards of this rank in a global batch of ``size`` samples, without those that are empty; the same in each ``step``."""
-        return [part for shard in self._mine if (part := share(size, shard, self.shards))]
-
-    @property
-    def _mine(self) -> range:
-        return share(self.shards, self.rank, self.world_size)
+        mine = share(self.shards, self.rank, self.world_size)
+        return [part for shard in mine if (part := share(size, shard, self.shards))]
 
     # -- one step -------------------------------------------------------------------------------------------------------
 

@@ -25,12 +25,9 @@ def keyed_rng(*key: int, cuda: bool = True) -> Iterator[None]:
     numbers, or with others than whole ones.
     """
     numbers = [whole("each part of the key of keyed_rng()", number, None) for number in key or (None,)]
-    states = _states(cuda)
-    try:
+    with _states_kept(cuda):
         _seed(numbers, cuda)
         yield
-    finally:
-        _restore(states)
 
 
 class KeyedSamples(Dataset[Any]):
@@ -41,11 +38,8 @@ class KeyedSamples(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[tuple[int, int, int]]) -> list[Any]:
         """Return the samples of a batch. The states are restored once a batch, because that takes as long as to seed twice."""
-        states = _states(cuda=False)
-        try:
+        with _states_kept(cuda=False):
             return [self[key] for key in keys]
-        finally:
-            _restore(states)
 
     def __getitem__(self, key: tuple[int, int, int]) -> Any:
         _seed(key, cuda=False)
@@ -63,26 +57,22 @@ def _seed(key: Sequence[int], cuda: bool) -> None:
         torch.cuda.manual_seed(number)
 
 
-def _states(cuda: bool) -> tuple[Any, ...]:
-    """Return the states of the default generators."""
+@contextmanager
+def _states_kept(cuda: bool) -> Iterator[None]:
+    """Restore the states of the default generators after this context."""
     numpy = sys.modules.get("numpy")
-    return (
-        torch.default_generator.get_state(),
-        random.getstate(),
-        None if numpy is None else numpy.random.get_state(),
-        torch.cuda.get_rng_state() if cuda and _uses_cuda() else None,
-    )
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    """Restore what ``_states`` returned."""
-    torchs, pythons, numpys, gpus = states
-    torch.default_generator.set_state(torchs)
-    random.setstate(pythons)
-    if numpys is not None:
-        sys.modules["numpy"].random.set_state(numpys)
-    if gpus is not None:
-        torch.cuda.set_rng_state(gpus)
+    torchs, pythons = torch.default_generator.get_state(), random.getstate()
+    numpys = None if numpy is None else numpy.random.get_state()
+    gpus = torch.cuda.get_rng_state() if cuda and _uses_cuda() else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torchs)
+        random.setstate(pythons)
+        if numpys is not None:
+            sys.modules["numpy"].random.set_state(numpys)
+        if gpus is not None:
+            torch.cuda.set_rng_state(gpus)
 
 
 def _uses_cuda() -> bool:

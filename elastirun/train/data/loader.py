@@ -364,13 +364,8 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
     return rank, world_size
 
 
-class StepsInAnyWorld:
-    """The steps of ``loader`` for ``model``; each counts as consumed when it is handed out, as batches do."""
-
-    def __init__(self, loader: ElasticDataLoader, model: DistributedDataParallel) -> None:
-        self._loader, self._model = loader, model
-
-    def __iter__(self) -> Iterator[Step]:
-        for step in self._loader.steps_in_any_world(self._model):
-            step.done()
-            yield step
+def steps_at_once(loader: ElasticDataLoader, model: DistributedDataParallel) -> Iterator[Step]:
+    """Yield the steps of ``loader`` for ``model``; each counts as consumed when it is handed out, as batches do."""
+    for step in loader.steps_in_any_world(model):
+        step.done()
+        yield step

@@ -103,7 +103,7 @@ class ElasticShards:
         and the gradients of the others, until all are. A step counts as consumed when its loop is over.
         """
         verify_ranks(self.rank, self.world_size, ddp)
-        parts = self._load()
+        parts = iter(self._loader())
         part = next(parts, None)
         more = any(there for (there,) in gather([part is not None], ddp.process_group, _device(ddp.process_group)))
         try:
@@ -130,13 +130,10 @@ class ElasticShards:
 
     def __iter__(self) -> Iterator[Any]:
         """Load this rank's batches of the rest of the epoch, as for an evaluation: the position stays as it is."""
-        return (part.batch for part in self._load())
-
-    def _load(self) -> Iterator[_Part]:
-        """Load this rank's batches from the present position on."""
-        return iter(self._loader())
+        return (part.batch for part in self._loader())
 
     def _loader(self) -> DataLoader[_Part]:
+        """Return what loads this rank's batches from the present position on."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)  # the loading workers' seed, not drawn from the program's
         return DataLoader(_Streams(self), batch_size=None, collate_fn=_whole, generator=generator, **self._loading)
 
@@ -152,12 +149,11 @@ class ElasticShards:
             ranks = [progress]
         streams = [Progress(*ranks[rank][number]) for number in range(self._workers) for rank in range(self.world_size)]
         rest = self._rest.after(streams)
-        opened = [list(place) for place in rest.open]
         return {
             "seed": self.seed,
             "epoch": self.epoch,
             "next": rest.next_place,
-            "open": opened,
+            "open": [list(place) for place in rest.open],
             "shards": rest.shards,
             "names": self._names,
         }

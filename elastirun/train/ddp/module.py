@@ -168,7 +168,7 @@ class DistributedDataParallel(TorchNames):
             self._reducer.begin_where_others_are(left)
         self._reducer.install()
         if self.find_unused_parameters:  # graphs change from step to step
-            self._reducer.conclusion.read_always()
+            self._reducer.conclusion.always_reads = True
 
     def _choose_transport(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Return the transport for the gradients in ``group``. Every rank calls it at once. ``device``: of the first parameter."""

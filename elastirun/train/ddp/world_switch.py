@@ -88,11 +88,6 @@ class WorldSwitch:
         self._model._drops_failed_steps = True
         self.reducer.drop_failed_steps()
 
-    @property
-    def completed(self) -> int:
-        """Return the number of reductions since the last ``set_group`` whose gradients could be used."""
-        return self.reducer.completed
-
     def count_samples(self, counts: bool) -> None:
         """Let this rank's samples count from now on, or not, whatever ``set_samples`` says: not while it has a part of the state only."""
         self.reducer.local_report.counts = counts
@@ -109,16 +104,6 @@ class WorldSwitch:
     def hold_plan(self, hold: bool) -> None:
         """Keep the plan of the buckets, and compare no replicas, until the next call. Every rank calls it at the same point."""
         self.reducer.parts.planner.held = hold
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Return whether an optimizer steps in the backward."""
-        return self.reducer.parts.extensions.optimizer_step is not None
-
-    @property
-    def hook_with_state(self) -> bool:
-        """Return whether there is a communication hook that keeps something from one reduction to the next."""
-        return self._model._hook[1] is not None
 
     @property
     def reducer(self) -> Reducer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -98,9 +98,7 @@ def verify_same(lines: Sequence[str], what: str, group: dist.ProcessGroup, devic
     if all(d == digests[0] for d in digests):
         return
     everyone = [text.split("\n") for text in gather_text("\n".join(lines), group, device)]
-    longest = max(len(theirs) for theirs in everyone)
-    for at in range(longest):
-        column = [theirs[at] if at < len(theirs) else "nothing" for theirs in everyone]
+    for column in zip_longest(*everyone, fillvalue="nothing"):
         if len(set(column)) > 1:
             who = {text: ranks(r for r, c in enumerate(column) if c == text) for text in column}
             shown = "; ".join(f"{text or 'nothing'} on {where}" for text, where in who.items())

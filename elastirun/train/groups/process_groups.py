@@ -89,13 +89,22 @@ def make_default_group(backend: str, store: Any, rank: int, world_size: int, tim
     ``name``: another one for each group of this process. The ranks that are in the present default group must have the same rank here.
     """
     timeout = timeout or c10d.default_pg_timeout
-    limit = connect_limit(timeout)
+    made = _make_group(backend, store, rank, list(range(world_size)), timeout, name, is_default=True)
+    store.set_timeout(timeout)
+    return made
+
+
+def _make_group(
+    backend: str, store: Any, rank: int, members: Sequence[int], timeout: timedelta, name: str, is_default: bool = False
+) -> dist.ProcessGroup:
+    """Return a group of ``members``, ranks of the default group. ``is_default``: it is to take the place of that."""
+    own, description = ([], "default_pg") if is_default else (list(members), None)
+    limit, theirs = connect_limit(timeout), c10d.Backend(backend)
     made: dist.ProcessGroup = c10d._new_process_group_helper(
-        world_size, rank, [], c10d.Backend(backend), store, cast(Any, name), timeout=limit, group_desc="default_pg"
+        len(members), rank, own, theirs, store, cast(Any, name), timeout=limit, group_desc=description
     )[0]
     connected(_backends(made), timeout)
-    store.set_timeout(timeout)
-    c10d._world.pg_group_ranks[made] = {member: member for member in range(world_size)}
+    c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(members)}
     return made
 
 
@@ -222,18 +231,8 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     [number] = broadcast([time.time_ns()], group, device)
     members = dist.get_process_group_ranks(group)
     timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", c10d.default_pg_timeout)
-    made: dist.ProcessGroup = c10d._new_process_group_helper(
-        len(members),
-        dist.get_rank(group),
-        members,
-        c10d.Backend(backend),
-        c10d._get_process_group_store(group),
-        cast(Any, f"elastirun {number}"),
-        timeout=connect_limit(timeout),
-    )[0]
-    connected(_backends(made), timeout)
-    c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(members)}
-    return made
+    store = c10d._get_process_group_store(group)
+    return _make_group(backend, store, dist.get_rank(group), members, timeout, f"elastirun {number}")
 
 
 def make_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

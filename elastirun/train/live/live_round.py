@@ -73,16 +73,20 @@ class LiveRound:
         self.reconnect()
 
     @property
+    def present(self) -> LiveWorld:
+        """The world that this worker is in, once it is in one."""
+        assert self.world is not None
+        return self.world
+
+    @property
     def rank(self) -> int:
         """The rank of this worker in its world."""
-        assert self.world is not None
-        return self.rank_in(self.world)
+        return self.rank_in(self.present)
 
     @property
     def size(self) -> int:
         """The number of workers in the world."""
-        assert self.world is not None
-        return len(self.world.ranks)
+        return len(self.present.ranks)
 
     @property
     def whole(self) -> bool:
@@ -118,9 +122,7 @@ class LiveRound:
 
     def find_next(self) -> LiveWorld:
         """Return the next world, when all its ranks have come. All ranks of the present one call it when rank 0 has asked for it."""
-        assert self.world is not None
-        number = self.world.number
-        found = self._wait(lambda: self._world_after(number))
+        found = self._wait(partial(self._world_after, self.present.number))
         self._come(found)
         return found
 
@@ -130,8 +132,7 @@ class LiveRound:
 
     def repeat(self) -> None:
         """Be in the next world, which has the same ranks, when all of them have come. All of them call it, at any time."""
-        assert self.world is not None
-        world = LiveWorld(self.world.number + 1, self.world.ranks)
+        world = LiveWorld(self.present.number + 1, self.present.ranks)
         self._store.compare_set(f"world/{world.number}", "", json.dumps(world.ranks))
         self._come(world)
         self.begin(world)
@@ -176,12 +177,11 @@ class LiveRound:
 
     def look_for_ready(self, ask: Callable[[], object]) -> None:
         """If this is rank 0 of a world that lacks ranks: look in a thread for ready ones, then write the next world, and ``ask``."""
-        assert self.world is not None
         if self.whole:
             return
         atexit.register(self._end_training)
         if self.rank == 0:
-            self.start(threading.Thread(target=self._look, args=(self.world, ask), name="elastirun ready", daemon=True))
+            self.start(threading.Thread(target=self._look, args=(self.present, ask), name="elastirun ready", daemon=True))
 
     def start(self, thread: threading.Thread) -> None:
         """Start a thread that ends with ``stop``: the end of the process waits for it."""

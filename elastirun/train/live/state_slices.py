@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastirun.checkpoint.tensors import SavedTensor
 from elastirun.train.errors import ModelMismatch
 from elastirun.train.groups.waits import finish_message, limit_of
 from elastirun.train.live.slice_memory import TAG, SliceMemory
@@ -261,7 +261,7 @@ class Receiver:
     def _receive_values(self) -> dict[str, Any]:
         """Take the plain values, and make the tensors that this rank does not have yet."""
         told = self._receive_text()
-        saved = {name: _Saved(DTYPES[dtype], shape) for name, dtype, shape in told["tensors"]}
+        saved = {name: SavedTensor(DTYPES[dtype], tuple(shape), ()) for name, dtype, shape in told["tensors"]}
         tree = decode_values(told["values"].encode("ascii"))
         self._wanted = targets(_shared(self._state), tree, saved)
         if missing := saved.keys() - self._wanted.keys():
@@ -282,22 +282,13 @@ class Receiver:
             self._state.update(load(shared, decode_values(told["values"].encode("ascii")), self._wanted))
 
     def _receive(self, box: Tensor) -> Tensor:
-        work = dist.irecv(box, self._source, self._group, TAG)
-        finish_message(work, self._limit)
+        finish_message(dist.irecv(box, self._source, self._group, TAG), self._limit)
         return box
 
     def _receive_text(self) -> dict[str, Any]:
         size = int(self._receive(torch.zeros(1, dtype=torch.int64, device="cpu")))
         found: dict[str, Any] = json.loads(bytes(self._receive(torch.empty(size, dtype=torch.uint8, device="cpu")).tolist()))
         return found
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """The type and the shape of a tensor, for ``targets``."""
-
-    dtype: torch.dtype
-    shape: Sequence[int]
 
 
 def _shared(state: TrainState) -> dict[str, Any]:

@@ -101,8 +101,7 @@ class StepSnapshot:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's learning rate and the like. A learning rate may be a tensor, which schedulers change in place."""
-    found = {name: value for name, value in group.items() if name != "params"}
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items() if name != "params"}
 
 
 def _mark(value: Any) -> list[object]:

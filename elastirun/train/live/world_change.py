@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -149,7 +148,8 @@ class WorldChange:
                 torch.cuda.set_device(device)  # each thread has its own
             world = self._live.find_next()
             default = self._default_group(world)
-            with connecting(world), _stream(device) as stream:
+            stream = _stream_of(device) if device.type == "cuda" else None
+            with connecting(world), nullcontext() if stream is None else torch.cuda.stream(stream):
                 self._next = world, self._model_switch.prepare(default)
                 if stream is not None:
                     stream.synchronize()
@@ -193,18 +193,10 @@ class WorldChange:
             sender.go_on()
 
 
-@contextmanager
-def _stream(device: torch.device) -> Iterator[Any]:
-    """Use a stream of its own for what a thread does on a GPU. On that of the training the two would wait for each other."""
-    if device.type == "cpu":
-        yield None
-        return
-    stream = _stream_of(device)
-    with torch.cuda.stream(stream):
-        yield stream
-
-
 @functools.cache
 def _stream_of(device: torch.device) -> Any:
-    """Return the same stream each time: torch keeps freed memory for the stream for which it was allocated."""
+    """Return a stream for what a thread does on a GPU. On that of the training the two would wait for each other.
+
+    The same stream each time: torch keeps freed memory for the stream for which it was allocated.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

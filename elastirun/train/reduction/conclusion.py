@@ -44,10 +44,6 @@ class Conclusion:
         settled = not parts.planner.learning and not parts.options.mean_over_users and parts.extensions.optimizer_step is None
         return self.may_defer and settled and not self.always_reads and not parts.trained.differs
 
-    def read_always(self) -> None:
-        """Read the words of every step before its gradients are used. Every rank calls it at the same point."""
-        self.always_reads = True
-
     def continue_from(self, old: Conclusion) -> None:
         """Take the place of ``old``, of a reducer of other parameters of the same module."""
         self._concluded, self.always_reads = old._concluded, old.always_reads
@@ -83,7 +79,7 @@ class Conclusion:
         if agreement.lacking and not self._reported:
             self._report(agreement.step, last.lacked, world)
         if agreement.lacking or agreement.looking:
-            self.read_always()
+            self.always_reads = True
         if agreement.failed:
             self._refuse(agreement, drained)
             return False
@@ -103,7 +99,7 @@ class Conclusion:
         close = math.isclose(agreement.samples, expected_samples, rel_tol=1e-5)
         same = agreement.looking == ranks or close and not agreement.late
         if agreement.failed or not same:
-            self.read_always()
+            self.always_reads = True
             raise TrainError(
                 f"the gradients of step {agreement.step} were not whole and have been used: on some rank the graph or the number of "
                 "samples was not what it had been, or a backward failed. Load the last checkpoint; from now on each step is checked "
@@ -126,7 +122,7 @@ class Conclusion:
         surprised = late and not self._parts.hooks.surprised
         self._parts.hooks.surprised = self._parts.hooks.surprised or surprised
         if self._parts.planner.advance(world.group, world.transport):
-            world.buckets.expire()
+            world.buckets.outdated = True
         return surprised
 
     def _report(self, step: int, lacked: Collection[int], world: World) -> None:

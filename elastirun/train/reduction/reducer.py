@@ -121,19 +121,19 @@ class Reducer:
     def set_hook(self, hook: Hook | None, state: Any) -> None:
         """Let ``hook`` reduce the buckets, beginning with the next reduction."""
         self.parts.extensions.set_hook(hook, state)
-        self.world.buckets.expire()
+        self.world.buckets.outdated = True
 
     def set_optimizer(self, step: OptimizerStep) -> None:
         """Call ``step`` with the parameters of each bucket as the bucket arrives."""
         if self.parts.extensions.optimizer_step is None:
-            self.world.buckets.expire()
+            self.world.buckets.outdated = True
         self.parts.extensions.optimizer_step = step
 
     def drop_failed_steps(self) -> None:
         """Let a failed reduction end its backward without gradients. Every rank calls it: from then on, gradients are used after the words
         of their step were read."""
         self.drops_failed_steps = True
-        self.conclusion.read_always()
+        self.conclusion.always_reads = True
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
@@ -194,13 +194,12 @@ class Reducer:
 
         ``left``: of this rank's reducer in the last world. Every rank calls it before ``install``.
         """
-        planner, plan = self.parts.planner, None
-        if left is not None and left.plan is not None and planner.can_use(left.plan, self.world.transport):
-            plan = left.plan
+        planner, plan = self.parts.planner, left.plan if left is not None else None
+        if plan is not None and not planner.can_use(plan, self.world.transport):
+            plan = None
         mine = [left.step if left is not None else 0, plan.position[0] if plan is not None else 0]
-        everyone = gather(mine, self.world.group, planner.device)
-        self.step = max(step for step, _ in everyone)
-        epochs = [epoch for _, epoch in everyone]
+        steps, epochs = zip(*gather(mine, self.world.group, planner.device), strict=True)
+        self.step = max(steps)
         if any(epochs):
             planner.continue_from(plan, self.world.group, epochs.index(max(epochs)))
 

@@ -191,7 +191,7 @@ class Reduction(Backward):
     @property
     def _averages(self) -> bool:
         """Whether what reduces a bucket, the transport or a hook, makes the mean and not the sum."""
-        return self._world.buckets.averages or self._parts.extensions.hooked
+        return self._world.transport.averages or self._parts.extensions.hooked
 
     def _scale(self, mean: bool) -> float:
         """Return the factor of gradients before they are added up (``mean``: averaged) over the ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 from elastirun.train.groups.collectives import ranks
@@ -41,13 +42,9 @@ def usual_seconds(seconds: Sequence[float], work: Sequence[float]) -> list[float
     paces = [s / w for s, w in zip(seconds, work, strict=True) if w > 0]
     if not paces:
         return [0.0] * len(work)
-    pace, usual_work = median(paces), median([w for w in work if w > 0])
+    # Of two ranks in the middle the quicker one counts as the usual one.
+    pace, usual_work = median_low(paces), median_low([w for w in work if w > 0])
     return [usual_time(pace, usual_work, w) if w > 0 else 0.0 for w in work]
-
-
-def median(seconds: Sequence[float]) -> float:
-    """Return the time of the median rank; of two in the middle that of the quicker one, which then counts as the usual time."""
-    return sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
 
 
 def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -245,17 +246,13 @@ def _empty(saved: Saved) -> Tensor:
     return torch.empty(tuple(saved.shape), dtype=saved.dtype)
 
 
-def _like(sharded: ShardedState | None, param: Tensor) -> _Make:
-    """Return a function that makes an empty tensor of an optimizer's state. If it has the shape of ``param``, it is sharded like it."""
-
-    def make(saved: Saved) -> Tensor:
-        if tuple(saved.shape) == tuple(param.shape):
-            if sharded is not None:
-                return sharded.empty_part(param, saved.dtype)
-            return torch.empty_like(param.detach(), dtype=saved.dtype)
+def _like(sharded: ShardedState | None, param: Tensor, saved: Saved) -> Tensor:
+    """Return an empty tensor of an optimizer's state. If it has the shape of ``param``, it is sharded like it."""
+    if tuple(saved.shape) != tuple(param.shape):
         return torch.empty(tuple(saved.shape), dtype=saved.dtype, device=param.device if len(saved.shape) else "cpu")
-
-    return make
+    if sharded is not None:
+        return sharded.empty_part(param, saved.dtype)
+    return torch.empty_like(param.detach(), dtype=saved.dtype)
 
 
 @dataclass
@@ -291,7 +288,7 @@ class _Targets:
         now = optimizer.state if sharded is None else sharded.parts()
         for param in _optimizer_params(optimizer, node, path, self.names, self.strict):
             if param.state is not None:
-                self.add_value(param.state, param.state_path, now.get(param.param), _like(sharded, param.param))
+                self.add_value(param.state, param.state_path, now.get(param.param), partial(_like, sharded, param.param))
         for key, own in items_of(node).items():
             if key != "state":
                 self.add_value(own, join(path, key), None, _empty)

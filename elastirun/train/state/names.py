@@ -77,8 +77,6 @@ class ParameterNames:
         for _, _, found in self._modules:
             if all(id(param) in found for param in params):
                 return [found[id(param)] for param in params]
-        everywhere: dict[int, str] = {}
-        for path, _, found in self._modules:
-            for key, name in found.items():
-                everywhere.setdefault(key, f"{path}.{name}")
+        # Of a parameter in several modules the name in the first one counts.
+        everywhere = {key: f"{path}.{name}" for path, _, found in reversed(self._modules) for key, name in found.items()}
         return [everywhere[id(param)] for param in params] if all(id(param) in everywhere for param in params) else None

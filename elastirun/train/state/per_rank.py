@@ -43,9 +43,7 @@ class PerRank:
             raise CheckpointError(f"{path}: a checkpoint cannot hold this value: {clip(str(error))}") from None
         if len(data) > LIMIT:
             raise CheckpointError(f"{path}: a value per rank has {len(data)} bytes, of {LIMIT} at most")
-        size = SMALLEST
-        while size < len(data):
-            size *= 2
+        size = max(SMALLEST, 1 << (len(data) - 1).bit_length())
         return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
     def take_tensor(self, path: str, tensor: Tensor) -> None:

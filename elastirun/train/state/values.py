@@ -85,9 +85,11 @@ def to_node(value: Any, path: str, take: Take, depth: int = 0) -> Node:
         return TENSOR
     if isinstance(value, Mapping):
         return _mapping(value, path, take, depth)
-    simple = _simple(value)
-    if simple is not None:
-        return simple
+    if kind is float and math.isfinite(value):
+        return value
+    if kind in _SPELLED:
+        tag, spell = _SPELLED[kind]
+        return {TAG: tag, "value": spell(value)}
     if kind in _TAGS:
         return {TAG: _TAGS[kind], "items": _items(list(value), path, take, depth)}
     if kind.__module__ == "numpy":
@@ -117,20 +119,18 @@ def _no_tensor(path: str, _: Tensor) -> None:
     raise CheckpointError(f"{path}: a tensor is the key of a dict; a checkpoint cannot hold that")
 
 
-def _simple(value: Any) -> Node:
-    """Return the node of a value that a text can hold; None if it is no such value."""
-    kind = type(value)
-    if kind is float:
-        return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
-    if kind in (bytes, bytearray):
-        return {TAG: "bytes", "value": base64.b64encode(value).decode()}
-    if kind is complex:
-        return {TAG: "complex", "value": str(value)}
-    if kind is torch.dtype:
-        return {TAG: "dtype", "value": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {TAG: "device", "value": str(value)}
-    return None
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+_SPELLED: dict[type, tuple[str, Callable[[Any], str]]] = {  # types whose values a text can hold: the tag, and what makes the text
+    bytes: ("bytes", _base64),
+    bytearray: ("bytes", _base64),
+    float: ("float", str),  # infinite, or no number
+    complex: ("complex", str),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+}
 
 
 def _numpy(value: Any, path: str, take: Take, depth: int) -> Node:

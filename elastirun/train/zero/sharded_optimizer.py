@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,8 +68,7 @@ class ShardedOptimizer(Optimizer):
         if not hasattr(kind, "__name__"):  # no class and no function
             raise WrongUse(f"kind must be the class of an optimizer, such as torch.optim.AdamW, not {named(kind)}")
         if not (isinstance(kind, type) and is_elementwise(kind)):
-            name = getattr(kind, "__name__", type(kind).__name__)
-            raise WrongUse(f"{name} may need more than single elements of a parameter: {', '.join(ELEMENTWISE)} can be sharded")
+            raise WrongUse(f"{kind.__name__} may need more than single elements of a parameter: {', '.join(ELEMENTWISE)} can be sharded")
         whole = kind([param for param in ddp.parameters() if param.requires_grad] if params is None else params, **options)
         world = ddp._reducer.world
         self._ddp, self._transport, self._ranks, self._rank = ddp, world.transport, world.size, world.rank
@@ -119,8 +119,7 @@ class ShardedOptimizer(Optimizer):
         for group, own in zip(self.param_groups, self._within.param_groups, strict=True):
             own.update((name, value) for name, value in group.items() if name != "params")
         for param, view in self._views.items():
-            rows = self._rows[param]
-            view.grad = None if param.grad is None else _rows_of(local_part(param.grad), rows)
+            view.grad = None if param.grad is None else _rows_of(local_part(param.grad), self._rows[param])
         try:
             self._within.step()
         finally:
@@ -183,10 +182,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, as far as this rank has it: tensors of rows are ``TensorPart``."""
         index = {param: at for at, param in enumerate(self._all_params())}
-        groups, at = [], 0
-        for group in self.param_groups:
-            groups.append({**group, "params": list(range(at, at + len(group["params"])))})
-            at += len(group["params"])
+        groups = [{**group, "params": [index[param] for param in group["params"]]} for group in self.param_groups]
         return {"state": {index[param]: state for param, state in self.parts().items()}, "param_groups": groups}
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -194,9 +190,7 @@ class ShardedOptimizer(Optimizer):
         params, found = self._all_params(), self.parts()
         own = {at: _spell(found[param]) for at, param in enumerate(params) if param in found}
         everyones = gather_text(json.dumps(own), self._ddp.process_group, params[0].device)
-        told: dict[int, dict[str, list[Any]]] = {}
-        for text in everyones:
-            told.update({int(at): state for at, state in json.loads(text).items()})
+        told = {int(at): state for text in everyones for at, state in json.loads(text).items()}
         state = {at: {name: _read(*spelled) for name, spelled in told[at].items()} for at in sorted(told)}
         for name in sorted({name for each in told.values() for name in each}):
             having = [at for at, each in told.items() if name in each and each[name][0] in DTYPES and each[name][1] is None]
@@ -225,12 +219,9 @@ class ShardedOptimizer(Optimizer):
             for at, state in state_dict["state"].items()
             if params[at] in self._views
         }
-        groups, index = [], dict[Tensor, int]()
-        for group, saved in zip(self._within.param_groups, saved_groups, strict=True):
-            for view in group["params"]:
-                index[view] = len(index)
-            numbers = [index[view] for view in group["params"]]
-            groups.append({**{name: value for name, value in saved.items() if name != "params"}, "params": numbers})
+        views = [group["params"] for group in self._within.param_groups]
+        index = {view: at for at, view in enumerate(chain.from_iterable(views))}
+        groups = [{**saved, "params": [index[view] for view in own]} for saved, own in zip(saved_groups, views, strict=True)]
         self._within.load_state_dict({"state": {index[self._views[p]]: state for p, state in taken.items()}, "param_groups": groups})
         for group, own in zip(self.param_groups, self._within.param_groups, strict=True):
             group.update((name, value) for name, value in own.items() if name != "params")
@@ -260,9 +251,8 @@ class ShardedOptimizer(Optimizer):
 def _verify(params: Sequence[Tensor], ddp: DistributedDataParallel) -> None:
     """Raise WrongUse for parameters that are not trained by ``ddp``, or have sparse gradients."""
     trained = {id(param) for param in ddp._reducer.params}
-    for param in params:
-        if id(param) not in trained:
-            raise WrongUse("ShardedOptimizer has a parameter that is frozen, or not of ddp: leave it out, or all params")
+    if any(id(param) not in trained for param in params):
+        raise WrongUse("ShardedOptimizer has a parameter that is frozen, or not of ddp: leave it out, or all params")
     if ddp._reducer.parts.planner.sparse:
         raise WrongUse("a gradient of the module is sparse, of which there are no rows: use sparse=False")
 

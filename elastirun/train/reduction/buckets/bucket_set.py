@@ -28,19 +28,18 @@ class BucketSet:
     _in_use: bool = True  # the statistics travel in this memory
 
     def __post_init__(self) -> None:
-        self.outdated = True  # there is a newer plan than the one in memory
+        self.outdated = True  # the next reduction makes the memory anew, by a newer plan than the present one's
         self.words_apart = False  # the words travel in memory of their own, after the last bucket
         self._words = ControlWords(self._rank, self._world, 0, len(self._params))
+        self.release()
+
+    def release(self) -> None:
+        """Give up the memory of the present plan. Gradients that lie in it keep their part of it alive."""
         self.buckets: list[Bucket] = []
         self.home: dict[int, tuple[Bucket, Portion]] = {}  # by parameter
         self._arena: Arena | None = None
         self._tail = torch.empty(0, device="cpu")  # of the arena: words and statistics
-        self.release()
-
-    @property
-    def averages(self) -> bool:
-        """Whether the transport makes the mean over the ranks, not the sum."""
-        return self._transport.averages
+        self._place_statistics()
 
     def install(self, words_apart: bool) -> None:
         """Make the buckets of the planner's present plan. Every rank calls it at the same point.
@@ -67,16 +66,6 @@ class BucketSet:
         ]
         self.home = {index: (bucket, part) for bucket in self.buckets for part in bucket.portions for index in part.indices}
         self.outdated = False
-
-    def expire(self) -> None:
-        """Have the memory made anew in the next reduction."""
-        self.outdated = True
-
-    def release(self) -> None:
-        """Give up the memory of the present plan. Gradients that lie in it keep their part of it alive."""
-        self.buckets, self.home, self._arena = [], {}, None
-        self._tail = torch.empty(0, device="cpu")
-        self._place_statistics()
 
     def _place_statistics(self) -> None:
         """Let the running statistics travel behind the words, if there is memory."""

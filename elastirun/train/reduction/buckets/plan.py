@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -100,13 +101,12 @@ def planned(
     """
     late = [index for index in order if index in unsure]
     sure = [index for index in order if index not in unsure]
-    buckets: list[tuple[float, tuple[int, ...]]] = []
+    buckets: list[tuple[int, ...]] = []
     for kind in dict.fromkeys(gradients[index].kind for index in sure):
         mine = [index for index in sure if gradients[index].kind == kind]
-        for bucket in _cut(blocks(gradients, mine, ready), link):
-            buckets.append((max(ready[index] for index in bucket), bucket))
-    buckets.sort(key=lambda pair: pair[0])
-    return words_last(gradients, tuple(bucket for _, bucket in buckets) + by_size(gradients, late, CAP, CAP))
+        buckets += _cut(blocks(gradients, mine, ready), link)
+    buckets.sort(key=lambda bucket: max(ready[index] for index in bucket))
+    return words_last(gradients, (*buckets, *by_size(gradients, late, CAP, CAP)))
 
 
 def words_last(gradients: Sequence[Gradient], plan: Buckets) -> Buckets:
@@ -129,20 +129,15 @@ class Block:
 def blocks(gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[float]) -> list[Block]:
     """Return at most about ``BLOCKS`` blocks: gradients that are ready together stay together, unless they are large."""
     total, span = sum_bytes(gradients, order), max((ready[index] for index in order), default=0.0)
-    made: list[Block] = []
-    members: list[int] = []
-    begun = nbytes = 0.0
+    made: list[list[int]] = []
+    begun, nbytes = 0.0, 0
     for index in order:
-        if members and (nbytes + gradients[index].nbytes > total / BLOCKS or ready[index] - begun > span / BLOCKS):
-            made.append(Block(tuple(members), int(nbytes), ready[members[-1]]))
-            members, nbytes = [], 0.0
-        if not members:
-            begun = ready[index]
-        members.append(index)
+        if not made or nbytes + gradients[index].nbytes > total / BLOCKS or ready[index] - begun > span / BLOCKS:
+            made.append([])
+            begun, nbytes = ready[index], 0
+        made[-1].append(index)
         nbytes += gradients[index].nbytes
-    if members:
-        made.append(Block(tuple(members), int(nbytes), ready[members[-1]]))
-    return made
+    return [Block(tuple(members), sum_bytes(gradients, members), ready[members[-1]]) for members in made]
 
 
 def _cut(parts: Sequence[Block], link: LinkSpeed) -> list[tuple[int, ...]]:
@@ -152,9 +147,7 @@ def _cut(parts: Sequence[Block], link: LinkSpeed) -> list[tuple[int, ...]]:
     starts when the link is free (``ends[i]``) and its last gradient is ready, which each earlier bucket has delayed by ``link.host``.
     Of plans that end equally early (within 1 % of a latency), the one with fewer buckets wins.
     """
-    upto = [0.0]
-    for part in parts:
-        upto.append(upto[-1] + part.nbytes)
+    upto = list(accumulate((part.nbytes for part in parts), initial=0))
     ends = [0.0] + [float("inf")] * len(parts)
     totals: list[float] = []
     cuts: list[list[int]] = []

@@ -54,12 +54,7 @@ def gradients_of(params: Sequence[nn.Parameter]) -> list[Gradient]:
 class Planner:
     """Makes plans. ``buckets`` is the present plan, number ``epoch``; the same on every rank."""
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        sparse: Sequence[int],
-        bucket_cap_mb: float | None,
-    ) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], sparse: Sequence[int], bucket_cap_mb: float | None) -> None:
         self.gradients = gradients_of(params)
         self.device = params[0].device
         self.epoch = 0
@@ -163,8 +158,7 @@ class Planner:
         """Return the best plan from what is known by now."""
         order = self._order()
         if self.link is None:
-            sure = [index for index in order if index not in self._unsure]
-            return plans.by_size(self.gradients, sure + [index for index in order if index in self._unsure], *self._caps)
+            return plans.by_size(self.gradients, sorted(order, key=self._unsure.__contains__), *self._caps)  # the sure ones first
         times = self._history[-MEASURED:]
         last = max((max(came.values()) for came in times if came), default=0.0)
         ready = [last] * len(self.gradients)
