@@ -114,8 +114,8 @@ class WantedNodes(Part):
     def _read(self) -> str:
         """Return the text in the file. One that is not there, also for a moment while the kubelet replaces it, says what it said before."""
         assert self._path is not None
-        with suppress(OSError), linux.Descriptor(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
-            return os.read(fd, MOST_TEXT).decode("ascii", "replace").strip()
+        with suppress(OSError), linux.open_regular(self._path) as file:
+            return file.read(MOST_TEXT).decode("ascii", "replace").strip()
         return self._text
 
     def _carry_out(self, text: str, record: RoundRecord, decides: bool) -> None:

@@ -6,12 +6,15 @@ Each function is Python's own where there is one. Errors: OSError. Imports littl
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
 import socket
+import stat
 import struct
 import time
+from typing import BinaryIO
 
 PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434  # numbers of the calls, the same on each architecture that torch runs on
 P_PIDFD = 3  # for os.waitid, from <linux/wait.h>
@@ -29,6 +32,15 @@ class Descriptor(int):
 
     def __exit__(self, *error: object) -> None:
         os.close(self)
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Open a regular file to read. Raises OSError for anything else, also for a pipe, whose open could wait for ever."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a file", path)
 
 
 def pidfd_open(pid: int) -> int:

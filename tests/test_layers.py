@@ -66,7 +66,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.status.metrics", in_functions=("prometheus_client",)),
     Layer("elastirun.agent.observe.tracing", ("elastirun.agent.observe.events", "elastirun.threads"), in_functions=("opentelemetry",)),
     Layer("elastirun.chaos.verdict", never=EFFECTS),
-    Layer("elastirun.report", ("elastirun.errors", "elastirun.agent.observe.node_states")),
+    Layer("elastirun.report", ("elastirun.errors", "elastirun.linux", "elastirun.agent.observe.node_states")),
     Layer("elastirun.agent.status.own_agents", ("elastirun.agent", "elastirun.worker.agent_socket")),
     Layer(
         "elastirun.agent",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
+from elastirun import linux
 from elastirun.agent.failures.classify import describe_code, limit_lines
 from elastirun.rendezvous.failures import root_cause, signal_name
 from elastirun.rendezvous.wire.records import Blame, ExitRecord
@@ -118,10 +117,7 @@ def read_error_file(path: str) -> tuple[str, ...] | None:
     None when there is no such file, or when it has another format: the worker owns it and may write anything.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # non-blocking, because it might be a pipe
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return None
+        with linux.open_regular(path) as file:
             data = json.loads(file.read(_MAX_ERROR_FILE))
     except (OSError, ValueError, RecursionError):
         return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -178,9 +177,9 @@ def _certificates(path: str) -> str:
 
 
 def _read(path: str, most: int) -> bytes:
-    """Return at most ``most`` bytes of the file; none of a named pipe, which may never be written to. Raises StartError."""
+    """Return at most ``most`` bytes of the file. Raises StartError."""
     try:
-        with linux.Descriptor(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
-            return os.read(fd, most)
+        with linux.open_regular(path) as file:
+            return file.read(most)
     except OSError as error:
         raise StartError(f"{path}: {error.strerror}") from error

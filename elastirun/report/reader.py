@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from elastirun import linux
 from elastirun.errors import UsageError
 
 NAME = "events.jsonl"
@@ -135,11 +135,7 @@ def _read_file(path: str, most: int, found: EventFiles) -> int:
     bad: list[str] = []
     number = size = 0
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # non-blocking, because it might be a pipe
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                found.left_out.append(f"{path}: not a file")
-                return 0
+        with linux.open_regular(path) as file:
             found.files += 1
             while size < most and (line := file.readline(MAX_LINE + 1)):
                 number, size = number + 1, size + len(line)

@@ -15,6 +15,7 @@ import pytest
 
 from elastirun.agent.failures.report import read_error_file, report
 from elastirun.rendezvous.wire.records import Blame, ExitRecord
+from tests.support.descriptors import descriptors
 
 
 def failure(rank: int, blame: int, after: float, code: int = 1, lines: tuple[str, ...] = ()) -> ExitRecord:
@@ -75,8 +76,10 @@ def test_an_error_file_with_anything_else_in_it(tmp_path: Path, content: Any) ->
 
 def test_an_error_file_that_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
+    before = descriptors()
     for path in ("", str(tmp_path), str(tmp_path / "none"), str(tmp_path / "fifo"), "/dev/zero", "a\0b"):
         assert read_error_file(path) is None
+    assert descriptors() == before
 
 
 # ---- the report

@@ -304,7 +304,8 @@ def test_a_token_that_is_none_is_not_sent(nodes: Cluster, trainer: Trainer, auth
     if text == "a pipe":
         os.mkfifo(token)
     nodes.env |= variables(trainer.server_port, authority, token)
-    ends_well(nodes, "No such file" if text is None else f"{token} holds no token (said once)")
+    why = {None: ": No such file or directory", "a pipe": ": not a file"}.get(text, " holds no token")
+    ends_well(nodes, f"{token}{why} (said once)")
     assert trainer.posts.empty() and len(SECRET * 1000) > MOST_TOKEN
 
 
@@ -318,8 +319,8 @@ def test_a_certificate_that_is_none_is_one_line(
     one._send()
     one._wait()
     (line,) = one._parts.session.access.notices
-    why = {"missing": ": No such file or directory", "folder": ": Is a directory"}.get(kind, " holds no certificate")
-    assert f"{path}{why} (said once)" in line and trainer.posts.empty()
+    why = {"missing": ": No such file or directory", "pipe": ": not a file", "folder": ": Is a directory"}
+    assert f"{path}{why.get(kind, ' holds no certificate')} (said once)" in line and trainer.posts.empty()
 
 
 # -- the part alone ----------------------------------------------------------------------------------------------------------------

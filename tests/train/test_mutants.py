@@ -682,7 +682,7 @@ MUTANTS = (
     ),
     mutant(
         "a hook with a state is refused",
-        *("live.start:check", never("_hook")),
+        *("live.start:check", never("hook_with_state")),
         seen_by="elastic::a_hook_with_a_state_is_refused",
     ),
     mutant(

@@ -106,6 +106,16 @@ class WorldSwitch:
         self.reducer.parts.planner.held = hold
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Return whether an optimizer steps in the backward."""
+        return self.reducer.parts.extensions.optimizer_step is not None
+
+    @property
+    def hook_with_state(self) -> bool:
+        """Return whether there is a communication hook that keeps something from one reduction to the next."""
+        return self._model._hook[1] is not None
+
+    @property
     def reducer(self) -> Reducer:
         return self._model._reducer
 

@@ -16,7 +16,7 @@ from torch import nn
 from elastirun.train.arguments import named, shown, verify_type
 from elastirun.train.data.loader import ElasticDataLoader
 from elastirun.train.ddp.module import DistributedDataParallel
-from elastirun.train.ddp.world_switch import reducing
+from elastirun.train.ddp.world_switch import WorldSwitch, reducing
 from elastirun.train.errors import TrainError, WrongUse
 from elastirun.train.groups.collectives import backends_of
 from elastirun.train.groups.process_groups import init_default_group
@@ -129,7 +129,7 @@ def check(model: DistributedDataParallel) -> None:
                 "Elastic works with one DistributedDataParallel in a process, whose group changes with the world, "
                 f"and there are {number}: have the networks in one module, and one backward for each batch"
             )
-    if model._hook[1] is not None:
+    if WorldSwitch(model).hook_with_state:
         raise WrongUse("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
-    if model._reducer.parts.extensions.optimizer_step is not None:
+    if WorldSwitch(model).steps_in_backward:
         raise WrongUse("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")
