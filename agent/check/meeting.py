@@ -22,13 +22,15 @@ from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.wire.codec import Codec, decompressed
 
 PAUSE = 0.1  # seconds between two reads of a node that waits
-STALE = 20.0  # seconds without a count of the lead, after which it is taken for dead; it counts every PAUSE
+STALE = 20.0  # seconds without a count of the lead, or a sign of life of another node, after which it is taken for dead
+LIFE = 5.0  # seconds between two signs of life of a node, so that the lead does not wait for one that has died
 END_LIMIT = 120.0  # seconds until a check is over that has begun without this node
 STRANGERS_READ = 1.0  # seconds for nodes whose rows cannot be read to learn that: they cannot read the roster either
 SLACK = 5.0  # seconds that a node waits longer for the lead than the lead waits for the nodes
 GOODBYE_LIMIT = 15.0  # seconds that the lead and the host of the store wait until all that have measured have read the result
 
 MOST_PORTS = 16  # of one node
+TOLD = ("read/", "ready/", "go/", "alive/", "measured/", "roster", "result")  # the keys of a check besides ``node/`` and ``lead``
 
 _LEAD = re.compile(rb"[!-~]{1,400} [0-9]{1,12}")  # an id, and a count
 
@@ -45,6 +47,9 @@ class CheckMeeting:
         self._count = 0  # of the lead
         self.leads = False  # this node leads
         self._seen: tuple[bytes, float] = b"", clock.now()  # the last value of ``lead``, and when it was read first
+        self._sign: bytes | None = None  # the last sign of life of this node
+        self._sign_due = self._look_due = 0.0  # when to write the next one, and when to look for those of others
+        self._signs: dict[str, tuple[bytes | None, float]] = {}  # for the lead, by node: the last sign, and when it was read first
 
     def assemble(self, least: int, most: int, limit: float, last_call: float) -> Roster:
         """Return the roster: as soon as ``most`` nodes are there, at the latest after ``limit`` seconds.
@@ -90,7 +95,7 @@ class CheckMeeting:
         while not done() and clock.now() < until:
             if self.leads:
                 self._beat()
-            self._pause(PAUSE / 5)
+            self._rest(PAUSE / 5)
 
     def await_all(self, turn: int, ids: Collection[str], limit: float) -> tuple[str, ...]:
         """Wait until all nodes of ``ids`` are at ``turn``, for ``limit`` seconds at most. Return those that are, as the lead finds.
@@ -106,13 +111,16 @@ class CheckMeeting:
                 self._note_lead(found.get(self._key("lead")))
                 if self._is_stale or clock.now() >= until:
                     return ()
-                self._pause(PAUSE)
+                self._rest()
             return self._decode(name, written, Turn).ids
         keys = {id: self._key(f"ready/{turn}/{id}") for id in ids}
-        while len(found := self._store.get(keys.values())) < len(keys) and clock.now() < until:
+        while True:
+            found = self._store.get(keys.values())
+            here = Turn(tuple(id for id, key in keys.items() if key in found))
+            if not self._may_come({*ids} - {*here.ids}) or clock.now() >= until:
+                break
             self._beat()
-            self._pause(PAUSE)
-        here = Turn(tuple(id for id, key in keys.items() if key in found))
+            self._rest()
         self._put(name, here)
         return here.ids
 
@@ -124,10 +132,10 @@ class CheckMeeting:
         until = clock.now() + limit
         while True:
             found = self._all("measured/", Measured)
-            if len(found) >= len(roster.ids) or clock.now() >= until:
+            if not self._may_come({*roster.ids} - found.keys()) or clock.now() >= until:
                 return found
             self._beat()
-            self._pause(PAUSE)
+            self._rest()
 
     def publish(self, result: Result) -> None:
         """Write the result. It has a row for each node, which all nodes read: they are much alike, so it is compressed."""
@@ -140,7 +148,7 @@ class CheckMeeting:
             self._note_lead(found.get(keys[1]))
             if self._is_stale or clock.now() >= until:
                 raise StoreError("the node that leads the check has written no result; it may have ended")
-            self._pause(PAUSE)
+            self._rest()
         return self._decode("result", decompressed(written), Result)
 
     def part(self) -> None:
@@ -154,7 +162,7 @@ class CheckMeeting:
                 self._pause(PAUSE)
             if self.leads:
                 self._pause(STRANGERS_READ if self.unreadable else 0.0)
-                self._delete(("read/", "ready/", "go/", "measured/", "node/", "roster", "result", "lead"))
+                self._delete((*TOLD, "node/", "lead"))
 
     def await_end(self, hosted: bool) -> None:
         """Wait until the store ends with the check, where a node of the check hosts it: the job must not meet in a store that ends."""
@@ -184,7 +192,7 @@ class CheckMeeting:
         if lead is None or self._is_stale:
             self.leads = self._store.put_if(self._key("lead"), lead, self._lead_value) == self._lead_value
             if self.leads:  # of an earlier check at a store that is still there
-                self._delete(("read/", "ready/", "go/", "measured/", "roster", "result", *(["node/"] if lead is not None else [])))
+                self._delete((*TOLD, *(["node/"] if lead is not None else [])))
 
     def _note_lead(self, lead: bytes | None) -> None:
         if lead != self._seen[0]:
@@ -207,6 +215,25 @@ class CheckMeeting:
         other = found is not None and _LEAD.fullmatch(found)  # else a stranger has written or deleted it
         if other or self._store.put_if(key, found, self._lead_value) != self._lead_value:
             raise StoreError("another node leads the check now: this one stood still for too long")
+
+    def _rest(self, seconds: float = PAUSE) -> None:
+        """Wait between two reads, and show that this node lives."""
+        if clock.now() >= self._sign_due:
+            self._sign_due = clock.now() + LIFE
+            self._sign = self._store.put_if(self._key(f"alive/{self.arrival.id}"), self._sign, secrets.token_hex(4).encode())
+        self._pause(seconds)
+
+    def _may_come(self, missing: Collection[str]) -> bool:
+        """Return whether one of the ``missing`` nodes may still bring what the lead waits for: it has shown a sign of life lately."""
+        now = clock.now()
+        if missing and now >= self._look_due:
+            self._look_due = now + LIFE
+            found = self._store.get([self._key(f"alive/{id}") for id in missing])
+            for id in missing:
+                sign = found.get(self._key(f"alive/{id}"))
+                if id not in self._signs or self._signs[id][0] != sign:
+                    self._signs[id] = sign, now
+        return any(now - self._signs.get(id, (None, now))[1] <= STALE for id in missing)
 
     def _delete(self, names: tuple[str, ...]) -> None:
         for name in names:

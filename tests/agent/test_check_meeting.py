@@ -156,6 +156,31 @@ def test_a_lead_that_takes_no_part_in_the_all_reduces_waits_for_those_that_do() 
     assert "job/check/ready/0/n0" not in data
 
 
+def test_a_node_that_has_died_is_not_waited_for_and_one_that_is_slow_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALE", 0.5)
+    monkeypatch.setattr(module, "LIFE", 0.05)
+    data: dict[str, bytes] = {}
+    nodes = [meet(data, node(i)) for i in range(3)]
+    for one in nodes[1:]:
+        data[f"job/check/node/{one.arrival.id}"] = Codec().encode(f"job/check/node/{one.arrival.id}", one.arrival)
+    lead, slow, _ = nodes
+    roster = lead.assemble(*expected(3))
+    began, measures = time.monotonic(), threading.Event()
+    thread = threading.Thread(target=lambda: slow.meanwhile(measures.is_set, 600.0))
+    thread.start()
+    threading.Timer(2.0, measures.set).start()
+    found: list[tuple[str, ...]] = []
+    late = threading.Thread(target=lambda: (thread.join(60), found.append(slow.await_all(0, roster.ids, 600.0))))
+    late.start()
+    assert lead.await_all(0, roster.ids, 600.0) == ("n0", "n1"), "n2 has never shown a sign of life"
+    assert 2.0 <= time.monotonic() - began < 60.0
+    late.join(60)
+    assert found == [("n0", "n1")]
+    slow.collect(roster, Measured("n1", (), (), ()), 0.0)
+    assert lead.collect(roster, Measured("n0", (), (), ()), 600.0).keys() == {"n0", "n1"}
+    assert time.monotonic() - began < 60.0, "it has ended"
+
+
 def test_who_waits_for_a_lead_that_was_killed_goes_on_without_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     data: dict[str, bytes] = {}
     meet(data, node(0)).assemble(*expected(1))
