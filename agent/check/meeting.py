@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import urllib.parse
 import zlib
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -18,8 +19,9 @@ from elastirun import clock
 from elastirun.agent.check.records import Arrival, Measured, Result, Roster, Turn
 from elastirun.agent.host import net
 from elastirun.errors import BadRecord, StoreError
+from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.stores.base import Store
-from elastirun.rendezvous.wire.codec import Codec, decompressed
+from elastirun.rendezvous.wire.codec import Codec, clip, decompressed
 
 PAUSE = 0.1  # seconds between two reads of a node that waits
 STALE = 20.0  # seconds without a count of the lead, or a sign of life of another node, after which it is taken for dead
@@ -30,6 +32,7 @@ SLACK = 5.0  # seconds that a node waits longer for the lead than the lead waits
 GOODBYE_LIMIT = 15.0  # seconds that the lead and the host of the store wait until all that have measured have read the result
 
 MOST_PORTS = 16  # of one node
+MOST_NAMES = 4  # in a line for people
 TOLD = ("read/", "ready/", "go/", "alive/", "measured/", "roster", "result")  # the keys of a check besides ``node/`` and ``lead``
 
 _LEAD = re.compile(rb"[!-~]{1,400} [0-9]{1,12}")  # an id, and a count
@@ -39,24 +42,28 @@ Pause = Callable[[float], object]
 
 
 class CheckMeeting:
-    """The part of one node in the meeting. Used by one thread."""
+    """The part of one node in the meeting. Used by one thread. ``say`` gets lines for people about long waits."""
 
-    def __init__(self, store: Store, prefix: str, codec: Codec, arrival: Arrival, pause: Pause) -> None:
+    def __init__(
+        self, store: Store, prefix: str, codec: Codec, arrival: Arrival, pause: Pause, say: Callable[[str], None] = lambda line: None
+    ) -> None:
         self._store, self._prefix, self._codec, self.arrival, self._pause = store, f"{prefix}check/", codec, arrival, pause
+        self._say, self._wait = say, Wait(clock.now())
         self.unreadable: list[str] = []  # lines on rows of other nodes that could not be read
         self._count = 0  # of the lead
         self.leads = False  # this node leads
         self._seen: tuple[bytes, float] = b"", clock.now()  # the last value of ``lead``, and when it was read first
         self._sign: bytes | None = None  # the last sign of life of this node
-        self._sign_due = self._look_due = 0.0  # when to write the next one, and when to look for those of others
+        self._sign_due = 0.0  # when to write the next one
         self._signs: dict[str, tuple[bytes | None, float]] = {}  # for the lead, by node: the last sign, and when it was read first
+        self._look_due: dict[str, float] = {}  # by node: when to look for its next one
 
     def assemble(self, least: int, most: int, limit: float, last_call: float) -> Roster:
         """Return the roster: as soon as ``most`` nodes are there, at the latest after ``limit`` seconds.
 
         ``last_call``: seconds without another node, once ``least`` are there, after which no more are waited for.
         """
-        me, known = self.arrival.id, 0
+        me, known, arrivals = self.arrival.id, 0, dict[str, Arrival]()
         came = began = changed = clock.now()
         own = self._put(f"node/{me}", self.arrival)
         while True:
@@ -83,7 +90,9 @@ class CheckMeeting:
                 return self._decode("roster", written, Roster)
             elif clock.now() - came >= 2 * limit + STALE:  # twice, for a lead that has followed another
                 raise StoreError(f"{self._key('lead')} is counted up, but no node has said who takes part; a stranger may write there")
-            self._pause(PAUSE)
+            enough = str(most) if least >= most else f"{least} to {most}"
+            here = f"{len(arrivals)} of {enough} nodes have come to the check: {_named(arrivals)}" if self.leads else ""
+            self._pause_saying(here or f"waiting until {self._lead} has found all nodes of the check")
 
     def arrivals(self, ids: Collection[str]) -> dict[str, Arrival]:
         """Return those of the nodes ``ids``, by id, as far as they can be read."""
@@ -95,7 +104,7 @@ class CheckMeeting:
         while not done() and clock.now() < until:
             if self.leads:
                 self._beat()
-            self._rest(PAUSE / 5)
+            self._rest(pause=PAUSE / 5)
 
     def await_all(self, turn: int, ids: Collection[str], limit: float) -> tuple[str, ...]:
         """Wait until all nodes of ``ids`` are at ``turn``, for ``limit`` seconds at most. Return those that are, as the lead finds.
@@ -111,16 +120,17 @@ class CheckMeeting:
                 self._note_lead(found.get(self._key("lead")))
                 if self._is_stale or clock.now() >= until:
                     return ()
-                self._rest()
+                self._rest(f"waiting for {self._lead} to begin an all-reduce")
             return self._decode(name, written, Turn).ids
         keys = {id: self._key(f"ready/{turn}/{id}") for id in ids}
         while True:
             found = self._store.get(keys.values())
             here = Turn(tuple(id for id, key in keys.items() if key in found))
-            if not self._may_come({*ids} - {*here.ids}) or clock.now() >= until:
+            missing = {*ids} - {*here.ids}
+            if not self._may_come(missing) or clock.now() >= until:
                 break
             self._beat()
-            self._rest()
+            self._rest(f"waiting for {_named(missing)} to begin an all-reduce")
         self._put(name, here)
         return here.ids
 
@@ -132,10 +142,11 @@ class CheckMeeting:
         until = clock.now() + limit
         while True:
             found = self._all("measured/", Measured)
-            if not self._may_come({*roster.ids} - found.keys()) or clock.now() >= until:
+            missing = {*roster.ids} - found.keys()
+            if not self._may_come(missing) or clock.now() >= until:
                 return found
             self._beat()
-            self._rest()
+            self._rest(f"waiting for what {_named(missing)} measured")
 
     def publish(self, result: Result) -> None:
         """Write the result. It has a row for each node, which all nodes read: they are much alike, so it is compressed."""
@@ -148,7 +159,7 @@ class CheckMeeting:
             self._note_lead(found.get(keys[1]))
             if self._is_stale or clock.now() >= until:
                 raise StoreError("the node that leads the check has written no result; it may have ended")
-            self._rest()
+            self._rest(f"waiting for the result from {self._lead}")
         return self._decode("result", decompressed(written), Result)
 
     def part(self) -> None:
@@ -216,24 +227,34 @@ class CheckMeeting:
         if other or self._store.put_if(key, found, self._lead_value) != self._lead_value:
             raise StoreError("another node leads the check now: this one stood still for too long")
 
-    def _rest(self, seconds: float = PAUSE) -> None:
-        """Wait between two reads, and show that this node lives."""
+    @property
+    def _lead(self) -> str:
+        """The name of the node that leads, for people."""
+        return _named([self._seen[0].decode("ascii", "replace").rpartition(" ")[0]])
+
+    def _pause_saying(self, text: str, pause: float = PAUSE) -> None:
+        """Wait between two reads. ``text``: what for, in words."""
+        if line := self._wait.line(text, clock.now(), at_once=False):
+            self._say(line)
+        self._pause(pause)
+
+    def _rest(self, text: str = "", pause: float = PAUSE) -> None:
+        """Wait as ``_pause_saying`` does, and show that this node lives."""
         if clock.now() >= self._sign_due:
             self._sign_due = clock.now() + LIFE
             self._sign = self._store.put_if(self._key(f"alive/{self.arrival.id}"), self._sign, secrets.token_hex(4).encode())
-        self._pause(seconds)
+        self._pause_saying(text, pause)
 
     def _may_come(self, missing: Collection[str]) -> bool:
         """Return whether one of the ``missing`` nodes may still bring what the lead waits for: it has shown a sign of life lately."""
         now = clock.now()
-        if missing and now >= self._look_due:
-            self._look_due = now + LIFE
-            found = self._store.get([self._key(f"alive/{id}") for id in missing])
-            for id in missing:
-                sign = found.get(self._key(f"alive/{id}"))
+        if due := [id for id in missing if now >= self._look_due.get(id, 0.0)]:
+            found = self._store.get([self._key(f"alive/{id}") for id in due])
+            for id in due:
+                self._look_due[id], sign = now + LIFE, found.get(self._key(f"alive/{id}"))
                 if id not in self._signs or self._signs[id][0] != sign:
                     self._signs[id] = sign, now
-        return any(now - self._signs.get(id, (None, now))[1] <= STALE for id in missing)
+        return any(now - self._signs[id][1] <= STALE for id in missing)
 
     def _delete(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -272,6 +293,13 @@ class CheckMeeting:
 
     def _key(self, name: str) -> str:
         return self._prefix + name
+
+
+def _named(ids: Collection[str]) -> str:
+    """Return the names in the ids of nodes, for people; of many only MOST_NAMES."""
+    names = sorted(urllib.parse.unquote(id.rpartition("-")[0] or id) for id in ids)
+    more = f", and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return clip(", ".join(names[:MOST_NAMES]) + more)
 
 
 def _belongs(record: Any, id: str) -> bool:

@@ -139,7 +139,7 @@ class _Node:
             with suppress(OSError):
                 path.touch()
                 self._stack.callback(path.unlink, missing_ok=True)
-        meeting = CheckMeeting(store, access.key_prefix, Codec(config.token), arrival, time.sleep)
+        meeting = CheckMeeting(store, access.key_prefix, Codec(config.token), arrival, time.sleep, say)
         roster = meeting.assemble(config.min_nodes, config.max_nodes, asked.limit, config.timing.last_call)
         peers = plan.peers(roster.ids, roster.secret)
         near = roster.ids if meeting.leads else [one for one in (*peers.get(self.id, ()), *self._partners(roster)) if one]

@@ -181,6 +181,22 @@ def test_a_node_that_has_died_is_not_waited_for_and_one_that_is_slow_is(monkeypa
     assert time.monotonic() - began < 60.0, "it has ended"
 
 
+def test_a_node_for_which_the_lead_has_not_looked_for_a_while_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a long wait for another node."""
+    now = 1000.0
+    monkeypatch.setattr(module.clock, "now", lambda: now)
+    data: dict[str, bytes] = {}
+    lead, other = meet(data, node(0)), meet(data, node(1))
+    assert lead._may_come(["n1"]) and lead._may_come(["n1", "n2"])
+    for _ in range(30):
+        now += 1.0
+        other._rest()
+        waits = lead._may_come(["n2"])
+    assert not waits and lead._may_come(["n1", "n2"])
+    now += module.STALE + module.LIFE
+    assert not lead._may_come(["n1"]) and not lead._may_come([])
+
+
 def test_who_waits_for_a_lead_that_was_killed_goes_on_without_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     data: dict[str, bytes] = {}
     meet(data, node(0)).assemble(*expected(1))
