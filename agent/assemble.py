@@ -140,7 +140,7 @@ def assemble(
     hangs = stack.enter_context(closing(HangWatch(*limits, workers, pages, meet, log.write, warn, agent.worker_hung)))
     standing = Standing(workers, hangs.stacks, any(limit is not None for limit in limits), say)
     stragglers = StragglerWatch(workers, pages, meet, log.write, warn)
-    accounting = Accounting(pages, log.write)
+    accounting = Accounting(pages, log.write, row.id)
     rounds = RoundEvents(log, row.id, lambda node: session.machine.store.quiet(node))
     quarantine = Quarantine(config, session, accounting, tracker, stragglers, log.write, warn, agent.sits_out)
     shown = health.Parts(config, session, workers, rounds, memory, stragglers, accounting, quarantine, hangs)

@@ -14,6 +14,9 @@ from elastirun.agent.observe.round_ends import UNKNOWN
 from elastirun.worker.progress_page import NS, Page
 
 LONG = 600.0  # seconds; after so long also a job of one node with a single round ends with its account in words
+# A round without a step is starting for so many seconds, and times the longest start before; then its workers are taken for some that
+# stamp no steps, as workers do that were executed and not forked.
+PATIENCE, PATIENCE_TIMES = 30.0, 5.0
 _TRAINING = WORDS[NodeState.RUNNING].spent
 
 
@@ -118,6 +121,7 @@ class Account:
         self._round: _Round | None = None
         self._ended: defaultdict[str, int] = defaultdict(int)  # rounds that ended early, by cause
         self._unstamped: defaultdict[str, float] = defaultdict(float)  # training in rounds without a step, by the cause of their start
+        self._longest_start = 0.0  # seconds to the first step, of the rounds that had one
         self._stamped = self._numbered = self._saved = False  # workers have stamped steps, given their numbers, or told of saves
         tell(StateChange(NodeState.STARTING, began, ""))
 
@@ -133,6 +137,11 @@ class Account:
     def sit_out(self, now: float) -> None:
         """The agent takes no part in the next rounds, until ``join``."""
         self._become(NodeState.SITTING_OUT, "", now)
+
+    def wait_beside(self, now: float) -> None:
+        """A round has formed without this node, which waits for the next one."""
+        if self._kind is NodeState.RESTARTING and self._round is None:
+            self._become(NodeState.JOINING, "", now)
 
     def start_round(self, now: float) -> None:
         """The start of a round's workers begins."""
@@ -182,7 +191,9 @@ class Account:
         parts, trained_until = self._split(one, now, found)
         for kind, seconds in parts.items():
             self._spent[kind, _charged(kind, one.cause)] += seconds
-        if found.first is None:
+        if found.first is not None:
+            self._longest_start = max(self._longest_start, found.first - one.began)
+        elif not self._stamped:
             self._unstamped[one.cause] += parts[NodeState.RUNNING]
         self._tell_parts(one, parts, ended=True)
         self.farthest, self._round, self._since = max(self.farthest, found.at), None, trained_until
@@ -253,7 +264,8 @@ class Account:
         if one.over is not None and found.last is not None:
             until = min(now, found.last)
         until = max(one.began, until)
-        first = found.first if found.first is not None else until if self._stamped or one.started is None else one.started
+        steps_come = self._stamped and until - one.began < PATIENCE + PATIENCE_TIMES * self._longest_start
+        first = found.first if found.first is not None else until if steps_come or one.started is None else one.started
         first = min(max(one.began, first), until)
         caught_up = first
         if self.farthest and found.at:

@@ -26,10 +26,10 @@ YOUNG = 300.0  # seconds; so the file of a month has 45,000 such lines, and a sh
 
 
 class Accounting(Part):
-    """The account of this node from the start of its process on. ``write`` gets events."""
+    """The account of this node, whose id is ``node``, from the start of its process on. ``write`` gets events."""
 
-    def __init__(self, pages: ProgressPages, write: Callable[[Event], None]) -> None:
-        self._pages, self._write = pages, write
+    def __init__(self, pages: ProgressPages, write: Callable[[Event], None], node: str) -> None:
+        self._pages, self._write, self._node = pages, write, node
         self._broken: RoundRecord | None = None  # the record with the end of a round that was seen last
         self._over = 0  # the number of the last round whose end the account knows, whatever the cause
         self._number = 0  # of the round whose workers run here, or ran last
@@ -84,6 +84,8 @@ class Accounting(Part):
         elif known is not None and known.round == self._over and lost_after_all(known, record):
             self._broken = None
             self._account.end_early(Cause.LOST.value, now, self._stamps(), again=True)
+        if cause is None and record.members and record.index(self._node) is None:
+            self._account.wait_beside(now)
 
     def worker_failed(self) -> None:
         self._account.end_early(Cause.FAILURE.value, clock.now(), self._stamps(), certain=False)

@@ -356,13 +356,20 @@ def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:
     if new.round and not same_round:
         if old is not None and old.broken is not None and lost_after_all(old, new):
             lost = [names[i] for i in names if i in before - now]
-            found.append(Broken(old.round, Cause.LOST.value, old.broken.reason, names.get(old.broken.by, old.broken.by), lost))
+            reason, by = _after_loss(lost, old.broken.reason), names.get(old.broken.by, old.broken.by)
+            found.append(Broken(old.round, Cause.LOST.value, reason, by, lost))
         joined, gone = ([names[i] for i in sorted(ids, key=lambda i: names[i])] for ids in (now - before, before - now))
         found.append(Formed(new.round, new.reason, [m.name for m in new.members], joined, gone, new.world_size, new.failures))
     broken, closed, cause = new.broken, new.closed, cause_of(new)
     if broken is not None and cause is not None and not (same_round and old and cause_of(old) is cause):
         lost = [names.get(i, i) for i in broken.died]
-        found.append(Broken(new.round, cause.value, broken.reason, names.get(broken.by, broken.by), lost))
+        reason = broken.reason if cause is broken.cause else _after_loss(lost, broken.reason)
+        found.append(Broken(new.round, cause.value, reason, names.get(broken.by, broken.by), lost))
     if closed is not None and not (old and old.closed):
         found.append(Closed(new.round, closed.verdict.value, closed.reason, names.get(closed.by, closed.by)))
     return found
+
+
+def _after_loss(lost: Sequence[str], reason: str) -> str:
+    """Return why a round ended in which a worker failed for the loss of nodes. ``reason``: what was said of the failure."""
+    return f"{', '.join(lost)} was lost; {reason}"

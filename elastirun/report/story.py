@@ -255,7 +255,9 @@ def _recorded(agent: AgentEvents, stepped: set[int]) -> list[Segment]:
 def _segment(job: int, event: EventLine, at: float, stepped: set[int]) -> Segment:
     """Return what a state event says, without its end."""
     state, number = RECORDED.get(event.text("state"), NodeState.UNKNOWN), event.whole("round")
-    if state is NodeState.RUNNING and stepped and number not in stepped:  # the round ended before its first step, see Account
+    if (
+        state is NodeState.RUNNING and stepped and number < min(stepped)
+    ):  # the round ended before its first step, which ``Account`` learned later
         state = NodeState.STARTING
     ended = number if state in (NodeState.STOPPING, NodeState.RESTARTING) else number - 1
     return Segment(state, at, at, number, (job, ended) if event.text("cause") and state in COSTS else None)
@@ -308,7 +310,7 @@ def _faults(agents: Sequence[AgentEvents]) -> dict[FaultKey, Fault]:
             cause = one.event.text("cause")
             found[key] = Fault(*key, one.at, cause if cause in CAUSES else "unknown", one.event.text("reason"))
         elif (found[key].cause, one.event.text("cause")) == ("failure", "lost"):
-            found[key].cause = "lost"
+            found[key].cause, found[key].reason = "lost", one.event.text("reason")
     for key in _hung(agents):
         if key in found and found[key].cause == "failure":
             found[key].cause = HANG

@@ -11,6 +11,7 @@ import pytest
 from elastirun import clock
 from elastirun.agent.observe.account import NO_STAMPS, Account, Stamps, StateChange, Totals, lines, stamps
 from elastirun.agent.observe.accounting import Accounting
+from elastirun.agent.observe.events import Event, State
 from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.part import NodeRound
@@ -56,6 +57,35 @@ def test_until_the_first_step_of_a_script_that_stamps_all_is_starting() -> None:
     account.start_round(52.0)
     account.workers_started(53.0)
     assert spent(account.totals(60.0, NO_STAMPS))["starting"] == 12.0 + 8.0
+
+
+def test_a_round_without_a_step_for_much_longer_than_a_start_takes_is_training() -> None:
+    """As of workers that were executed, where those before were forks and stamped their steps."""
+    account = started()
+    account.end_early("failure", 50.0, Stamps(first=20.0, last=49.0))
+    account.end_round(51.0, Stamps(first=20.0, last=49.0))
+    account.start_round(52.0)
+    account.workers_started(53.0)
+    assert spent(account.totals(52.0 + 79.0, NO_STAMPS))["training"] == 29.0, "a start has taken 10 s"
+    long = account.totals(1052.0, NO_STAMPS)
+    assert spent(long)["training"] == 29.0 + 999.0, "from the start of the processes on"
+    account.end_early("failure", 1052.0)
+    account.end_round(1052.0, NO_STAMPS)
+    assert spent(account.totals(1052.0, NO_STAMPS)) == spent(long)
+
+
+def test_a_node_that_waits_beside_a_round_is_waiting() -> None:
+    account = started()
+    account.end_early("join", 50.0)
+    account.wait_beside(50.5)
+    account.end_round(51.0, Stamps(first=20.0, last=50.0))
+    for at in (51.2, 60.0, 70.0):
+        account.wait_beside(at)
+    totals = account.totals(151.2, NO_STAMPS)
+    assert spent(totals)["waiting"] == 8.0 + 100.0 and totals.lost_seconds == {"join": 1.2} and totals.rounds_ended == {"join": 1}
+    account.sit_out(151.2)
+    account.wait_beside(161.2)
+    assert spent(account.totals(171.2, NO_STAMPS))["sitting_out"] == 20.0
 
 
 def test_a_round_that_ended_before_its_first_step_was_starting_as_later_rounds_show() -> None:
@@ -313,7 +343,7 @@ def round_of(number: int) -> NodeRound:
 
 def ended(*told: RoundRecord | int) -> dict[str, int]:
     """Return the rounds that have ended early for a node of round 1 which reads these records. A number: it starts that round."""
-    kept = Accounting(ProgressPages(), lambda event: None)
+    kept = Accounting(ProgressPages(), lambda event: None, "n1")
     kept.round_starts(round_of(1))
     for record in told:
         if isinstance(record, int):
@@ -332,6 +362,20 @@ def test_a_round_whose_record_names_more_lost_nodes_later_has_ended_once() -> No
 def test_the_last_cause_that_is_told_of_a_round_counts() -> None:
     """A node that sees the host go takes it for lost. The node that takes over the store may know better."""
     assert ended(broken(1, Cause.LOST, ("n1",)), broken(1, Cause.LEAVE, ("n1",), term=1), 2) == {"leave": 1}
+
+
+def test_a_round_without_this_node_costs_it_no_time() -> None:
+    """It was scaled down, stood still, or is one too many: the round that ended it costs the time until the next one."""
+    members = tuple(Member(name, name, "", 1, 1) for name in ("n2", "n3"))
+    events: list[Event] = []
+    kept = Accounting(ProgressPages(), events.append, "n1")
+    kept.round_starts(round_of(1))
+    kept.see(broken(1, Cause.JOIN), clock.now())
+    kept.idle()
+    for _ in range(2):
+        kept.see(RoundRecord("s", round=2, members=members), clock.now())
+    states = [event.state for event in events if isinstance(event, State)]
+    assert states[-2:] == [NodeState.RESTARTING, NodeState.JOINING] and kept.totals(clock.now()).rounds_ended == {"join": 1}
 
 
 def test_a_failure_in_a_round_that_also_lost_a_node_is_charged_to_the_loss() -> None:

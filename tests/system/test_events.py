@@ -40,8 +40,8 @@ def test_each_change_of_the_record_is_told_once() -> None:
 def test_a_failure_that_comes_from_the_loss_of_a_node_is_told_once_more() -> None:
     failed = replace(FIRST, broken=records.Broken(Cause.FAILURE, "rank 0 failed", "a1"))
     with_loss = replace(failed, broken=records.Broken(Cause.FAILURE, "rank 0 failed", "a1", ("b1",)))
-    again = Broken(1, "lost", "rank 0 failed", by="a", lost=["b"])
-    assert changes(FIRST, failed) == [replace(again, cause="failure", lost=[])]
+    again = Broken(1, "lost", "b was lost; rank 0 failed", by="a", lost=["b"])
+    assert changes(FIRST, failed) == [Broken(1, "failure", "rank 0 failed", by="a", lost=[])]
     assert changes(failed, with_loss) == [again] and [type(event) for event in changes(with_loss, SECOND)] == [Formed]
     assert changes(failed, SECOND)[0] == again, "the record that names it was not read"
     assert [type(event) for event in changes(failed, replace(SECOND, failures=1))] == [Formed]

@@ -220,6 +220,8 @@ class ParkedForks(Part):
         elif lived >= RESTART_AFTER:
             self._tell("the fork server has ended; another one is started")
             self._start()
+        else:
+            self._tell("the fork server has ended soon after its start; workers are executed until the next round has begun")
 
     def drop(self) -> None:
         """Kill the server and its forks without work. The next ``refill`` starts a server.
@@ -312,6 +314,8 @@ class ParkedForks(Part):
             if isinstance(error, TimeoutError):
                 self._tell("a fork has not answered in time; workers are executed, and another fork server is started")
                 self.drop()
+            else:
+                self._tell("a fork has ended before it got work; its worker is executed")
             return None
         server.patience -= clock.now() - began
         self._asked.add(job)
