@@ -184,6 +184,25 @@ def test_when_a_write_fails_training_goes_on_and_the_next_save_is_published(tmp_
     checkpoints.close()
 
 
+@pytest.mark.parametrize("handled", [False, True])
+def test_the_end_of_a_script_whose_last_checkpoint_cannot_be_written_is_an_error(tmp_path: Path, handled: bool) -> None:
+    """As on a full disk. An exception that the script is handling is not hidden by that."""
+    state, checkpoints = make_run(), Checkpointer(tmp_path / "c")
+    train(state)
+    checkpoints.restore(state)
+    (staging,) = (tmp_path / "c").glob(".staging-*")
+    (staging / "step-00000001" / "values.json").mkdir(parents=True)  # in the way
+    checkpoints.save(1, state, now=True)
+    error, text = (ValueError, "the script's own") if handled else (CheckpointError, "step 1 was not published: ")
+    with pytest.raises(error, match=text):
+        try:
+            if handled:
+                raise ValueError("the script's own")
+        finally:
+            checkpoints.close()
+    checkpoints.close()
+
+
 def test_a_run_with_nothing_left_to_do_publishes_nothing(tmp_path: Path) -> None:
     state: dict[str, Any] = {"lr": 1.0}
     for step in (5, 5):  # the second run saves at its end, as the first one did

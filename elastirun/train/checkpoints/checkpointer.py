@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -361,7 +362,9 @@ class Checkpointer:
     def close(self, timeout: float = END_LIMIT) -> None:
         """End the writer when it has written what was saved, or after ``timeout`` seconds.
 
-        The end of the process calls it, too. A Checkpointer that nobody uses any more ends in the same way, beside the program.
+        Raises CheckpointError where the last save that was to go to the disk could not be published: else a script would end as if all
+        were well. Not while another exception is handled, which would be hidden. A Checkpointer that nobody uses any more, or that is
+        open at the end of the process, ends in the same way, with a warning.
         """
         if os.getpid() != self.pid:
             return  # a fork has the same writer, which its parent needs
@@ -369,6 +372,8 @@ class Checkpointer:
         if self._dropped.detach() is None:
             return  # closed before
         self._opened.close(timeout)
+        if self._last is not None and self._last.error and sys.exc_info()[0] is None:
+            raise CheckpointError(f"the checkpoint of step {self._last.step} was not published: {self._last.error}")
 
     def stats(self) -> dict[str, Any]:
         """Return what saving has cost, as a dict fit for JSON; times in seconds.

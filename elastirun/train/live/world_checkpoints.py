@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from elastirun.progress import saving
 from elastirun.train.arguments import verify_type
 from elastirun.train.checkpoints.checkpointer import Checkpointer
 from elastirun.train.checkpoints.ranks import begin_world
+from elastirun.train.errors import CheckpointError
 from elastirun.train.state.train_state import TrainState
 
 LAST_SAVE = 1800.0  # seconds for ``publish``, more than the writers wait for the slowest rank's disk
@@ -60,5 +62,6 @@ class WorldCheckpoints:
         """Publish nothing more of this world."""
         if self.current is not None:
             self._last_save = self.current.last_save
-            self.current.close(0.0)
+            with suppress(CheckpointError):  # the next world saves again
+                self.current.close(0.0)
             self.current = None
