@@ -58,7 +58,7 @@ class LogFile:
         except OSError as exc:
             if not self._failed:
                 self._failed = True
-                self._disk.notice(f"cannot write {self._path}: {exc.strerror}; output that does not fit is lost there")
+                self._disk.notice(f"warning: cannot write {self._path}: {exc.strerror}; output that does not fit is lost there")
 
     def _append(self, data: bytes) -> None:
         view = memoryview(data)

@@ -73,7 +73,7 @@ def summary(story: Story) -> list[str]:
     job = f"Job {clean(story.about.job)}: " if story.about.job else ""
     known = "" if story.repeats_known else "At most "
     unknown = story.spent.get(NodeState.UNKNOWN, 0.0)
-    killed = f"; of {share(unknown, story.total)}, of which no event tells, this is not known" if unknown else ""
+    killed = f"; what {share(unknown, story.total)} was is not known: no event tells of it" if unknown else ""
     return [
         f"{job}{when(story)}.",
         f"{clean(story.outcome)}.",

@@ -269,4 +269,4 @@ def test_a_full_disk_is_told_once() -> None:
         file.write(b"x")
         file.close()
         disk.close(60)
-    assert said == ["cannot write /dev/full: No space left on device; output that does not fit is lost there"]
+    assert said == ["warning: cannot write /dev/full: No space left on device; output that does not fit is lost there"]

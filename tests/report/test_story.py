@@ -138,7 +138,7 @@ def test_the_lane_of_a_killed_agent_ends_when_the_others_noticed_and_goes_on_wit
     found = told(tmp_path, two_nodes())
     lost, back = (lane for lane in found.lanes if lane.name == "b")
     assert (lost.outcome, lost.end, back.outcome) == ("", NOON + 82, "succeeded")
-    assert "of which no event tells, this is not known" in words.summary(found)[2]
+    assert "is not known: no event tells of it" in words.summary(found)[2]
     assert [(one.state, round(one.begin - NOON), round(one.end - NOON)) for one in lost.segments][-2:] == [
         (RESTARTING, 52, 55),
         (NodeState.UNKNOWN, 55, 82),
