@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from elastirun.agent.observe.node_states import SPENT, WORDS, NodeState
 from elastirun.agent.observe.round_ends import UNKNOWN
+from elastirun.rendezvous.wire.records import Cause
 from elastirun.worker.progress_page import NS, Page
 
 LONG = 600.0  # seconds; after so long also a job of one node with a single round ends with its account in words
@@ -209,8 +210,11 @@ class Account:
         return RoundSpent(one.cause, round(one.restarted, 3), **named)
 
     def end_part(self, now: float) -> None:
-        """This node runs no further round, because the job is decided or this node leaves."""
-        if self._kind is NodeState.RESTARTING:
+        """This node runs no further round, because the job is decided or this node leaves.
+
+        What has passed since the end of its last round belongs to that end, unless it waited for another in place of a lost node, and none came.
+        """
+        if self._kind is NodeState.RESTARTING and self._cause != Cause.LOST.value:
             self._kind, self._cause = NodeState.FINISHING, ""
             self._tell(StateChange(NodeState.FINISHING, self._since, ""))
         else:

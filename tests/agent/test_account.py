@@ -74,6 +74,15 @@ def test_a_round_without_a_step_for_much_longer_than_a_start_takes_is_training()
     assert spent(account.totals(1052.0, NO_STAMPS)) == spent(long)
 
 
+def test_a_wait_for_a_lost_node_that_is_never_replaced_is_charged_to_the_loss() -> None:
+    account = started()
+    account.end_early("lost", 50.0, Stamps(first=20.0, last=49.0))
+    account.end_round(51.0, Stamps(first=20.0, last=49.0))
+    account.end_part(651.0)
+    totals = account.totals(652.0, NO_STAMPS)
+    assert (totals.lost_seconds, totals.rounds_ended) == ({"lost": 602.0}, {"lost": 1}) and spent(totals)["finishing"] == 1.0
+
+
 def test_a_node_that_waits_beside_a_round_is_waiting() -> None:
     account = started()
     account.end_early("join", 50.0)
