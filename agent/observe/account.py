@@ -212,7 +212,7 @@ class Account:
     def end_part(self, now: float) -> None:
         """This node runs no further round, because the job is decided or this node leaves.
 
-        What has passed since the end of its last round belongs to that end, unless it waited for another in place of a lost node, and none came.
+        What has passed since the end of its last round belongs to that end, unless it waited for a node in place of a lost one.
         """
         if self._kind is NodeState.RESTARTING and self._cause != Cause.LOST.value:
             self._kind, self._cause = NodeState.FINISHING, ""
