@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from tests.support.cluster import Cluster, Worker
+from tests.support.until import until
 
 MESH = ("--mesh=dp=auto,pp=2,tp=2", "--max-restarts=3", "--last-call=1")
 
@@ -54,7 +55,7 @@ def test_a_round_has_a_multiple_of_the_nodes_of_a_unit(nodes: Cluster) -> None:
     nodes.agents_at_once((1, 2, 3), "--node-unit=2", "--max-restarts=3", "--last-call=1", nproc=2)
     workers = nodes.round(4)
     assert not any("ELASTIRUN_MESH" in worker.env for worker in workers)
-    nodes.says(3, "this node is a spare")
+    until(lambda: "this node is a spare" in nodes.everything(), "a spare, whichever came last", state=nodes.everything, pause=0.05)
     finish(nodes, workers, (1, 2, 3))
 
 
