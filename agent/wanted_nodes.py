@@ -81,7 +81,7 @@ class WantedNodes(Part):
         self._path = path if path and (VARIABLE in environ or os.path.exists(path)) else None
         self._look_at = math.inf if self._path is None else 0.0
         if self._path is not None and not os.path.isfile(self._path):
-            warn(f"{VARIABLE}: there is no file {self._path} yet; a number of nodes is read from it as soon as there is")
+            warn(f"{VARIABLE}: there is no file {self._path}; correct the path, or make the file, from which a number of nodes is read")
         self._text = ""  # in the file at the last look
         self._at_start = self._path is not None  # this agent has not seen the round record yet
         self._news_until = -math.inf  # until then ``_text`` is to be carried out

@@ -81,18 +81,27 @@ class CheckMeeting:
                     known, changed = len(arrivals), clock.now()
                 quiet = len(arrivals) >= least and clock.now() - changed >= last_call
                 if len(arrivals) >= most or quiet or clock.now() - began >= limit:
-                    ids = tuple(sorted(arrivals, key=lambda id: _order(arrivals[id])))
-                    meet, hosted = tuple(id for id in ids if arrivals[id].meet), any(one.hosting for one in arrivals.values())
-                    roster = Roster(ids, secrets.token_hex(16), meet, hosted)
-                    self._put("roster", roster)
-                    return roster
+                    return self._write_roster(arrivals)
             elif (written := found.get(self._key("roster"))) is not None and not self._is_stale:
                 return self._decode("roster", written, Roster)
             elif clock.now() - came >= 2 * limit + STALE:  # twice, for a lead that has followed another
                 raise StoreError(f"{self._key('lead')} is counted up, but no node has said who takes part; a stranger may write there")
-            enough = str(most) if least >= most else f"{least} to {most}"
-            here = f"{len(arrivals)} of {enough} nodes have come to the check: {_named(arrivals)}" if self.leads else ""
-            self._pause_saying(here or f"waiting until {self._lead} has found all nodes of the check")
+            self._pause_saying(self._who_has_come(arrivals, least, most))
+
+    def _write_roster(self, arrivals: dict[str, Arrival]) -> Roster:
+        """Write down, as the lead, that these nodes take part."""
+        ids = tuple(sorted(arrivals, key=lambda id: _order(arrivals[id])))
+        meet, hosted = tuple(id for id in ids if arrivals[id].meet), any(one.hosting for one in arrivals.values())
+        roster = Roster(ids, secrets.token_hex(16), meet, hosted)
+        self._put("roster", roster)
+        return roster
+
+    def _who_has_come(self, arrivals: dict[str, Arrival], least: int, most: int) -> str:
+        """Return in words what is waited for while nodes come. Only the lead knows the ``arrivals``."""
+        if not self.leads:
+            return f"waiting until {self._lead} has found all nodes of the check"
+        enough = str(most) if least >= most else f"{least} to {most}"
+        return f"{len(arrivals)} of {enough} nodes have come to the check: {_named(arrivals)}"
 
     def arrivals(self, ids: Collection[str]) -> dict[str, Arrival]:
         """Return those of the nodes ``ids``, by id, as far as they can be read."""

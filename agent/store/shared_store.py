@@ -45,7 +45,7 @@ def host_of(store: Any, job: str) -> str:
 
 
 def rows_of_others(store: Store, job: str, most: int | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield the name of each other job on the store's list, as it is in keys, and its rows. ``most``: jobs that are looked at."""
+    """Yield each other job on the store's list: its name, quoted as in keys, and its rows. ``most``: jobs to look at; None: all."""
     for key in list(store.under(LIST))[:most]:
         name = key.rpartition("/")[2]
         if f"{JOBS}{name}/" != prefix(job):

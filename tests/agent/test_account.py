@@ -31,6 +31,16 @@ def started(began: float = 10.0, told: list[StateChange] | None = None) -> Accou
     return account
 
 
+def restarted() -> Account:
+    """An account whose first round made steps from 20 to 49; the workers of the second one start at 52."""
+    account = started()
+    account.end_early("failure", 50.0, Stamps(first=20.0, last=49.0))
+    account.end_round(51.0, Stamps(first=20.0, last=49.0))
+    account.start_round(52.0)
+    account.workers_started(53.0)
+    return account
+
+
 def spent(totals: Totals) -> dict[str, float]:
     """What is not zero."""
     return {kind: seconds for kind, seconds in totals.seconds.items() if seconds}
@@ -51,21 +61,13 @@ def test_without_stamps_a_start_ends_with_the_processes_and_what_is_not_known_is
 
 
 def test_until_the_first_step_of_a_script_that_stamps_all_is_starting() -> None:
-    account = started()
-    account.end_early("failure", 50.0, Stamps(first=20.0, last=49.0))
-    account.end_round(51.0, Stamps(first=20.0, last=49.0))
-    account.start_round(52.0)
-    account.workers_started(53.0)
+    account = restarted()
     assert spent(account.totals(60.0, NO_STAMPS))["starting"] == 12.0 + 8.0
 
 
 def test_a_round_without_a_step_for_much_longer_than_a_start_takes_is_training() -> None:
     """As of workers that were executed, where those before were forks and stamped their steps."""
-    account = started()
-    account.end_early("failure", 50.0, Stamps(first=20.0, last=49.0))
-    account.end_round(51.0, Stamps(first=20.0, last=49.0))
-    account.start_round(52.0)
-    account.workers_started(53.0)
+    account = restarted()
     assert spent(account.totals(52.0 + 79.0, NO_STAMPS))["training"] == 29.0, "a start has taken 10 s"
     long = account.totals(1052.0, NO_STAMPS)
     assert spent(long)["training"] == 29.0 + 999.0, "from the start of the processes on"

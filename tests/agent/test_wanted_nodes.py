@@ -202,7 +202,9 @@ def test_a_folder_in_the_place_of_the_file_costs_no_descriptor(tmp_path: Path) -
         one._read()
     assert len(os.listdir("/proc/self/fd")) == before
     (line,) = one.warned
-    assert line == f"{VARIABLE}: there is no file {tmp_path}/nodes yet; a number of nodes is read from it as soon as there is"
+    assert (
+        line == f"{VARIABLE}: there is no file {tmp_path}/nodes; correct the path, or make the file, from which a number of nodes is read"
+    )
 
 
 def test_without_a_file_nothing_is_due() -> None:

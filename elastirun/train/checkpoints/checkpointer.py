@@ -356,15 +356,16 @@ class Checkpointer:
             return
         outcome = self._opened.publisher.outcome(self._last, timeout)
         if outcome != "published":
-            why = outcome or f"it is not on the disk after {timeout:g} s"
-            raise CheckpointError(f"the checkpoint of step {self._last.step} was not published: {why}")
+            raise _unpublished(self._last, outcome or f"it is not on the disk after {timeout:g} s")
 
     def close(self, timeout: float = END_LIMIT) -> None:
         """End the writer when it has written what was saved, or after ``timeout`` seconds.
 
-        Raises CheckpointError where the last save that was to go to the disk could not be published: else a script would end as if all
-        were well. Not while another exception is handled, which would be hidden. A Checkpointer that nobody uses any more, or that is
-        open at the end of the process, ends in the same way, with a warning.
+        Raises CheckpointError where the last save that was to go to the disk could not be written or published: else a script would end
+        as if all were well. Rank 0 raises in each such case, another rank for what it has to write itself. None raises while another
+        exception is handled, which would be hidden, nor when the time is over: then there is a warning.
+
+        A Checkpointer that nobody uses any more, or that is open at the end of the process, ends in the same way, with a warning.
         """
         if os.getpid() != self.pid:
             return  # a fork has the same writer, which its parent needs
@@ -373,7 +374,7 @@ class Checkpointer:
             return  # closed before
         self._opened.close(timeout)
         if self._last is not None and self._last.error and sys.exc_info()[0] is None:
-            raise CheckpointError(f"the checkpoint of step {self._last.step} was not published: {self._last.error}")
+            raise _unpublished(self._last, self._last.error)
 
     def stats(self) -> dict[str, Any]:
         """Return what saving has cost, as a dict fit for JSON; times in seconds.
@@ -426,6 +427,10 @@ def _check_arguments(directory: Any, **numbers: int) -> None:
         raise WrongUse("directory is empty: where are the checkpoints to be?")
     if directory.startswith("memory://"):
         raise WrongUse(f"{directory} is the memory of one process: no other rank, and no writer, can use it; take a path or a store")
+
+
+def _unpublished(save: Save, why: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint of step {save.step} was not published: {why}")
 
 
 def _whole(step: Any) -> int:

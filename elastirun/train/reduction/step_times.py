@@ -42,7 +42,7 @@ def usual_seconds(seconds: Sequence[float], work: Sequence[float]) -> list[float
     paces = [s / w for s, w in zip(seconds, work, strict=True) if w > 0]
     if not paces:
         return [0.0] * len(work)
-    # Of two ranks in the middle the quicker one counts as the usual one.
+    # With an even number of ranks the quicker one of the middle pair is the usual one.
     pace, usual_work = median_low(paces), median_low([w for w in work if w > 0])
     return [usual_time(pace, usual_work, w) if w > 0 else 0.0 for w in work]
 

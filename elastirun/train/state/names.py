@@ -77,6 +77,6 @@ class ParameterNames:
         for _, _, found in self._modules:
             if all(id(param) in found for param in params):
                 return [found[id(param)] for param in params]
-        # Of a parameter in several modules the name in the first one counts.
+        # A parameter that several modules share has the name that the first of them gives it.
         everywhere = {key: f"{path}.{name}" for path, _, found in reversed(self._modules) for key, name in found.items()}
         return [everywhere[id(param)] for param in params] if all(id(param) in everywhere for param in params) else None
