@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.until import PATIENCE
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"elastirun": ROOT / "elastirun", "elastirun.agent": ROOT / "agent", "elastirun.rendezvous": ROOT / "rendezvous"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -313,13 +315,13 @@ def test_no_folder_has_too_many_files() -> None:
 def test_the_command_line_comes_up_without_torch() -> None:
     """`elastirun --help` must not cost the second that importing torch takes."""
     code = "import sys, elastirun.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE).returncode == 0
 
 
 def test_workers_that_need_no_sharded_tensors_do_not_import_them() -> None:
     """They would take each worker that starts another second."""
     code = "import sys, elastirun.train; sys.exit(len({'torch.distributed.tensor', 'torch.distributed.checkpoint'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE).returncode == 0
 
 
 def test_nothing_is_unpickled() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import elastirun
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"elastirun": ROOT / "elastirun", "elastirun/agent": ROOT / "agent", "elastirun/rendezvous": ROOT / "rendezvous"}
@@ -22,7 +23,7 @@ FOLDERS = {"elastirun": ROOT / "elastirun", "elastirun/agent": ROOT / "agent", "
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,7 +46,7 @@ def test_the_links_are_relative_and_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["agent", "rendezvous"])
 def test_the_folders_cannot_be_imported_under_another_name(name: str) -> None:
-    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert f"elastirun.{name}" in done.stderr.splitlines()[-1]
 
@@ -140,7 +141,7 @@ def test_an_installed_wheel_trains_and_has_every_command(bare: Path, tmp_path: P
     assert run(bare / "elastirun", "--version", cwd=tmp_path) == f"elastirun {elastirun.__version__}\n"
     for name in ("status", "report", "chaos", "checkpoint", "takeover", "warm"):
         assert f"usage: elastirun {name}" in run(bare / "elastirun", name, "--help", cwd=tmp_path).replace("Usage", "usage")
-    done = subprocess.run([bare / "elastirun", "status", "no-such-job"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([bare / "elastirun", "status", "no-such-job"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (4, "") and done.stderr.startswith("elastirun status: no job 'no-such-job' on this machine")
 
 

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.until import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs" / "site"
 EXAMPLE = """Wraps a module.
@@ -41,7 +43,7 @@ def built(folder: Path) -> subprocess.CompletedProcess[str]:
     """Build the site in ``folder`` as ``make docs`` does."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(folder / "mkdocs.yml"), "-d", str(folder / "site")]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=170)
+    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE)
 
 
 def test_each_public_name_of_the_training_core_is_on_one_page_of_the_reference() -> None:

@@ -362,7 +362,7 @@ main(sys.argv[1:])
 def test_a_job_runs_without_a_folder_for_temporary_files() -> None:
     """A container's file system may be read-only."""
     command = [sys.executable, "-c", NO_TEMPORARY_FOLDER, "--no-python", "true"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert "No usable temporary directory found" in done.stderr
 

@@ -19,6 +19,7 @@ import pytest
 from elastirun import clock
 from elastirun.agent.workers.file_timers import ENABLE, FILE, LONGEST_WAIT, MAX_TIMERS, FileTimers, TimerRequest, parse_request
 from tests.support.cluster import Cluster
+from tests.support.until import PATIENCE
 
 CLIENT = """
 import json, os, signal, sys, time
@@ -115,7 +116,7 @@ def test_only_processes_of_this_agent_are_ended(timers: FileTimers, capsys: pyte
     timers._owns = lambda pid: pid == process.pid
     write(timers, request(process.pid))
     timers.tick(clock.now())
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_the_end_of_a_timer_counts_that_is_still_in_the_pipe(timers: FileTimers) -> None:

@@ -110,7 +110,7 @@ def test_a_mark_is_found_behind_two_mebibytes_of_environment() -> None:
 def test_an_environment_that_cannot_be_read_in_time_counts_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory lock of such a process is held."""
     held = threading.Event()
-    monkeypatch.setattr(proc, "_environment", lambda pid: bytes(held.wait(60)))
+    monkeypatch.setattr(proc, "_environment", lambda pid: bytes(held.wait(PATIENCE)))
     began = time.monotonic()
     assert proc.environment(1) == b"" and time.monotonic() - began < 10 * proc.ENVIRONMENT_TIMEOUT
     held.set()

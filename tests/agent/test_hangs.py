@@ -153,7 +153,7 @@ def test_a_worker_that_goes_on_in_another_round_stamps_the_page_of_that_round() 
     try:
         env = {**os.environ, "ELASTIRUN_PROGRESS": first}
         command, root = [sys.executable, "-c", code, second], Path(__file__).parents[2]
-        said = subprocess.run(command, cwd=root, env=env, timeout=60, check=True, capture_output=True)
+        said = subprocess.run(command, cwd=root, env=env, timeout=PATIENCE, check=True, capture_output=True)
         counts = [page.steps for page in pages.read_all()]
         assert counts == [1, 2] and said.stdout.split() == [b"0"]
     finally:

@@ -19,9 +19,8 @@ from elastirun import clock
 from elastirun.agent.status import http_port
 from elastirun.agent.status.http_port import MAX_CONNECTIONS, MAX_REQUEST, HttpPort, Request, Response, Snapshots, parse, text
 from tests.support.descriptors import descriptors
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 
-PATIENCE = 6.0  # seconds; more than ten times what anything here takes, and what a mutant that never answers costs
 PATHS = {"/a": None, "/b": None}
 ANSWER = text(HTTPStatus.OK, "a")
 

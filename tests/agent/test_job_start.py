@@ -12,6 +12,7 @@ from elastirun.agent.agent import with_a_store_for_workers
 from elastirun.agent.observe import job_start
 from elastirun.config import Command
 from tests.cli.test_resolve import config_of
+from tests.support.until import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ torch_class.store_only()
 torch_class.tcp_store_class()
 print(torch_class.torch_version(), hasattr(sys.modules["torch"], "nn"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.split() == [version("torch"), "False", version("torch"), "False"]
 
 

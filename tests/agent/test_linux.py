@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastirun import linux
+from tests.support.until import PATIENCE
 
 OLD_PYTHON = Path(__file__).parents[1] / "support" / "old_python"
 SCRIPT = """
@@ -91,7 +92,7 @@ def test_a_job_runs_and_recovers_in_a_python_that_was_built_for_an_old_c_library
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "elastirun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--grace=1"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OLD_PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    ended = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
     assert "Traceback" not in ended.stderr, ended.stderr

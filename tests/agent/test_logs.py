@@ -588,7 +588,7 @@ def test_a_console_that_is_a_file_on_a_hanging_disk_never_holds_up_the_loop(tmp_
     selector = selectors.PollSelector()
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     answers, write = threading.Event(), os.write
-    monkeypatch.setattr(os, "write", lambda to, data: (answers.wait(60) if to == fd else None, write(to, data))[1])
+    monkeypatch.setattr(os, "write", lambda to, data: (answers.wait(PATIENCE) if to == fd else None, write(to, data))[1])
     console = Console(selector, fd, fd)
     lines = b"x" * 1023 + b"\n"
     for _ in range(2048):

@@ -29,6 +29,7 @@ from elastirun.agent.host.net import (
 from elastirun.config import Endpoint
 from elastirun.errors import StartError
 from elastirun.rendezvous.stores import tcp_server
+from tests.support.until import PATIENCE
 
 FOREIGN = "203.0.113.250"  # an address for documentation, which no machine has
 NO_NAME = "no-such-host.invalid"
@@ -312,7 +313,7 @@ def cannot_unshare(*options: str, trial: str = "true") -> str:
     """Return why ``trial`` fails in such a namespace on this machine; empty when it works."""
     if shutil.which("unshare") is None:
         return "unshare is missing"
-    tried = subprocess.run(["unshare", *options, "sh", "-ec", trial], capture_output=True, text=True, timeout=60)
+    tried = subprocess.run(["unshare", *options, "sh", "-ec", trial], capture_output=True, text=True, timeout=PATIENCE)
     return tried.stderr.strip() if tried.returncode else ""
 
 
@@ -325,7 +326,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     hosts = tmp_path_factory.mktemp("etc") / "hosts"
     hosts.write_text(HOSTS)
     command = ["unshare", *options, "sh", "-ec", MACHINE, "sh", str(hosts), sys.executable, QUESTIONS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -395,5 +396,5 @@ def test_ports_below_1024_need_privileges() -> None:
         "open_host_socket(Endpoint('127.0.0.3', 1), None)"
     )
     command = ["unshare", "--map-root-user", sys.executable, "-c", question]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=Path(__file__).parents[2])
     assert "StartError: cannot listen on 127.0.0.3:1: not permitted; ports below 1024 need privileges" in done.stderr, done.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from elastirun.agent.failures import oom
 from tests.support.cluster import Cluster
+from tests.support.until import PATIENCE
 
 V1 = "5:memory:/job\n0::/\n", "30 20 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "0::/pod/job\n", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -98,7 +99,7 @@ def test_the_report_names_the_kernels_kill(group: Path, tmp_path: Path) -> None:
     script = tmp_path / "greedy.py"
     script.write_text(GREEDY)
     command = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -m elastirun --nproc-per-node=2 {script}"
-    done = subprocess.run(["sh", "-c", command], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["sh", "-c", command], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     assert "  how       : killed by SIGKILL (signal 9), OOM-killed, 2.0 of 2.0 GiB\n" in done.stderr
     assert "failed (SIGKILL, OOM-killed, 2.0 of 2.0 GiB)" in done.stderr.splitlines()[-2], "the verdict says so too"

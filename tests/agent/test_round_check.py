@@ -28,9 +28,9 @@ from elastirun.rendezvous.wire.records import Broken, Cause, Closed, Member, Pla
 from elastirun.train import RoundUnknown, is_current
 from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.descriptors import descriptors
+from tests.support.until import PATIENCE
 
 RECORD = RoundRecord(store_id="s", round=3, members=(Member("a", "a", "", 1, "", 0), Member("b", "b", "", 1, "", 0)))
-PATIENCE = 30.0
 
 
 def asks(worker: Worker, timeout: float = PATIENCE) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
@@ -77,12 +76,12 @@ def test_a_job_may_have_the_name_of_the_list_of_jobs(name: str) -> None:
     assert [key for key in store.under(shared_store.prefix(name)) if "/node/" not in key] == [], "nothing else is among the job's keys"
 
 
-def test_a_pause_lasts_although_something_keeps_the_loop_busy() -> None:
+def test_a_pause_lasts_although_something_keeps_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a job whose rows did not change within a few short pauses would lose its store."""
-    agent, turns = SimpleNamespace(_signum=0), list[float]()
-    agent._turn = lambda until: (turns.append(until), time.sleep(0.01))
-    began = clock.now()
+    agent, turns, now = SimpleNamespace(_signum=0), list[float](), [7.0]
+    monkeypatch.setattr(clock, "now", lambda: now[0])
+    agent._turn = lambda until: (turns.append(until), now.__setitem__(0, now[0] + 0.03))
     assert not Agent._pause(cast(Agent, agent), 0.1)
-    assert clock.now() >= began + 0.1 and len(turns) > 1
+    assert turns == [7.1] * 4
     agent._turn = lambda until: setattr(agent, "_signum", 15)
     assert Agent._pause(cast(Agent, agent), 600.0)

@@ -230,7 +230,7 @@ def test_a_store_that_has_not_finished_its_answer_is_named(servers: tuple[Server
     monkeypatch.setattr(status_reader, "LOOK_LIMIT", 0.3)
     done = threading.Event()
     read = status_reader._read_job
-    monkeypatch.setattr(status_reader, "_read_job", lambda *args: done.wait(30.0) and read(*args))
+    monkeypatch.setattr(status_reader, "_read_job", lambda *args: done.wait(PATIENCE) and read(*args))
     slow = endpoint(servers[0])
     assert look(slow) == Found(problems=(f"{slow}: no complete answer within 0.3 s",))
     done.set()

@@ -18,6 +18,7 @@ from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.termination_log import DEFAULT, IN_POD, MAX_BYTES, VARIABLE, descends_from_first, encode, message, path, write
 from elastirun.rendezvous.wire.actions import Finish, Outcome
 from elastirun.rendezvous.wire.records import Blame, Closed, ExitRecord, Verdict
+from tests.support.until import PATIENCE
 
 TRACEBACK = ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: no data", "in two lines")
 FIELDS = message("left", 143, "SIGTERM", 3, "node0")
@@ -142,7 +143,7 @@ def test_a_signal_while_devices_are_counted_is_told(tmp_path: Path) -> None:
         try:
             assert agent.stdout is not None and agent.stdout.readline() == "asked\n"
             agent.terminate()
-            assert agent.wait(60) == 143
+            assert agent.wait(PATIENCE) == 143
         finally:
             agent.kill()  # else a failure above would wait for it without end
     found = json.loads((tmp_path / "log").read_text())
@@ -179,7 +180,9 @@ def test_a_file_that_takes_half_of_it_gets_nothing(tmp_path: Path) -> None:
     code = "import resource, sys; from elastirun.agent import termination_log; resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20)); "
     code += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); print(termination_log.write({'reason': 'x' * 100}))"
     file = tmp_path / "log"
-    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, VARIABLE: str(file)}, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, VARIABLE: str(file)}, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert "No space left" in run.stdout, run.stderr
     assert file.read_bytes() == b""
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.until import PATIENCE
+
 LOAD = """
 import sys
 from elastirun.agent.processes.preload import torch_library
@@ -23,5 +25,5 @@ print("libtorch_cpu.so" in open("/proc/self/maps").read())
 
 
 def test_nothing_that_the_agent_imports_waits_for_the_linker() -> None:
-    done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
+    done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
     assert (done.stdout.split(), done.stderr) == (["set()", "True"], "")

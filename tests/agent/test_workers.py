@@ -533,7 +533,7 @@ def test_a_machine_without_pidfds_is_told_what_is_needed(monkeypatch: pytest.Mon
 def test_there_the_agent_ends_with_that_line() -> None:
     refuse = "import os\ndef refuse(pid): raise OSError(38, 'Function not implemented')\nos.pidfd_open = refuse\n"
     code = refuse + "from elastirun.cli.main import main; main(['--no-python', 'true'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 202 and done.stderr.startswith("elastirun: processes cannot be watched here"), done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -17,6 +17,7 @@ from elastirun.checkpoint.directory import open_directory
 from elastirun.checkpoint.tensors import NAMES, Box, Chunk, SavedTensor, assemble, decode_tensors
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import FENCE, commit_of, yes
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHT, BIAS = struct.pack("6f", *range(6)), struct.pack("2q", -1, 7)
@@ -192,7 +193,7 @@ def test_the_command_starts_without_torch(tmp_path: Path) -> None:
     publish(str(tmp_path), 1)
     code = "import sys; sys.argv[0] = 'x'\nfrom elastirun.checkpoint.__main__ import main\n"
     code += "try: main()\nexcept SystemExit: sys.exit('torch' in sys.modules or 'fsspec' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, "show", str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, "show", str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=PATIENCE)
     assert done.returncode == 0
 
 

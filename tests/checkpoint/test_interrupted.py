@@ -21,6 +21,7 @@ from elastirun.errors import ClaimLost
 from tests.checkpoint.kills import freezes, kills
 from tests.checkpoint.saves import FENCE, claimed, content, entries, image_of, save
 from tests.checkpoint.system_calls import Act, die, failing, forked, freeze, recorded
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 KEEP = 2
@@ -233,7 +234,7 @@ except OSError as error: print(error.strerror)
 
 def script(code: str, path: Path, *before: str) -> list[str]:
     command = [*before, sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     if before and done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip("this user can make no mount namespace")
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from elastirun.chaos.verdict import FaultOutcome, judge, table
 from elastirun.chaos.watch import RunningAgent, SeenStep, next_step
 from elastirun.errors import NothingFound, StartError, UsageError
 from elastirun.worker.progress_page import NS, Page
+from tests.support.until import PATIENCE
 
 TERMS = Terms(freeze=0.0, limit=0.1, restart=None, supervised=False)
 
@@ -105,7 +106,7 @@ def test_a_process_that_is_not_below_the_agent_gets_no_signal() -> None:
             other = ProcessStat(os.getpid(), b"1 (python) S " + b" ".join([b"1"] * 19))  # our pid, but another start
             assert faults.do("worker", FaultTarget(replace(OTHER, process=other), child.pid, "")) == [] and child.poll() is None
             (hit,) = faults.do("worker", FaultTarget(replace(OTHER, process=here), child.pid, ""))
-            assert hit.pid == child.pid and child.wait(60) == -signal.SIGKILL
+            assert hit.pid == child.pid and child.wait(PATIENCE) == -signal.SIGKILL
         finally:
             child.kill()
 
@@ -275,7 +276,7 @@ def test_an_agent_that_does_not_come_back_or_ends_again_is_trouble(monkeypatch: 
     assert late is not None and late.trouble == "the agent has not come back within 0 s (a: running)"
     wait = recovers(replace(TERMS, limit=60.0, restart=0.1), monkeypatch, SeenStep(1, 0.5, 2))
     with subprocess.Popen(["sh", "-c", "exit 201"]) as child:
-        child.wait(60)
+        child.wait(PATIENCE)
     wait.child = child
     ended = wait.judge((HOST,), True)
     assert ended is not None and ended.trouble == "the agent that was started again has ended with exit code 201"
@@ -310,7 +311,7 @@ def test_an_agent_that_ends_again_later_is_trouble() -> None:
     run = play.Play("job", replace(TERMS, limit=60.0), lambda outcome: None)
     run.outcomes.append(GOOD)
     with subprocess.Popen(["sh", "-c", "exit 201"]) as child:
-        child.wait(60)
+        child.wait(PATIENCE)
     run.started.append(child)
     run.run([PlannedFault(60.0, "worker", 0.0)], 60.0)
     assert [one.trouble for one in run.outcomes] == ["an agent that was started again has ended with exit code 201"]

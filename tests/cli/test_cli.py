@@ -21,6 +21,7 @@ from elastirun.cli.detect.detected import Host
 from elastirun.cli.options import GROUPS, KEYS, OPTIONS
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import BadCommand, StartError, UsageError
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "correct horse battery staple"
@@ -146,7 +147,7 @@ from torch.distributed.run import get_args_parser
 actions = [a for a in get_args_parser()._actions if a.option_strings]
 print(json.dumps([(a.dest, a.option_strings, isinstance(a, (env, check_env)), a.nargs == 0, a.default, a.choices) for a in actions]))
 """
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
     theirs = {dest: rest for dest, *rest in json.loads(answer) if dest != "help"}
     ours = {option.dest: option for option in OPTIONS if not option.new}
     assert set(theirs) <= set(ours)
@@ -516,7 +517,9 @@ def test_the_shell_completes_options_and_then_files(elastirun: Elastirun) -> Non
 
     def press_tab(word: str) -> list[str]:
         script = elastirun("--print-completion", "bash").out + complete
-        return subprocess.run(["bash", "-c", script, "-", word], capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        return subprocess.run(
+            ["bash", "-c", script, "-", word], capture_output=True, text=True, check=True, timeout=PATIENCE
+        ).stdout.splitlines()
 
     assert press_tab("--log-l") == ["--log-limit --log-line-prefix-template", "complete -o default -F _elastirun elastirun"]
     assert set(press_tab("--")[0].split()) == {"--help", *(option.name for option in OPTIONS)}
@@ -573,7 +576,9 @@ def test_version(elastirun: Elastirun) -> None:
 
 def process(*argv: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "elastirun", *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "elastirun", *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def test_a_real_process(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import elastirun
 from elastirun.errors import UsageError
 from elastirun.functions import command_line
 from tests.support.cluster import dies
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +62,9 @@ def run(tmp_path: Path, *arguments: str, script: str = SCRIPT) -> subprocess.Com
     path = tmp_path / "script.py"
     path.write_text(script)
     line = [sys.executable, str(path), *arguments]
-    done = subprocess.run(line, cwd=tmp_path, env=environ(tmp_path), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        line, cwd=tmp_path, env=environ(tmp_path), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert [path.name for path in tmp_path.glob("elastirun*")] == [], "no folder stays"
     return done
 
@@ -98,7 +101,7 @@ def test_the_workers_end_with_the_process_that_launched_them(tmp_path: Path, sig
         _, worker, agent = process.stdout.readline().split()
         process.send_signal(signum)
         assert dies(int(worker)) and dies(int(agent))
-        assert process.wait(60) == -signum
+        assert process.wait(PATIENCE) == -signum
 
 
 def test_what_cannot_be_launched_is_one_line(tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_what_cannot_be_launched_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="write --set restart-pause=SECONDS"):
         elastirun.launch(os.getcwd, restart_pause=0)
     interactive = "import elastirun\ndef train(): pass\nelastirun.launch(train)"
-    done = subprocess.run([sys.executable, "-c", interactive], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", interactive], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert "UsageError: launch: train is defined in a notebook's cell or an interactive session" in done.stderr.splitlines()[-1]
 
 
@@ -126,7 +129,7 @@ def test_a_script_without_a_guard_is_told_so_by_the_standard_library(tmp_path: P
 
 def test_the_start_method_of_the_caller_stays_unchosen() -> None:
     code = "import multiprocessing as m; from elastirun.functions import _preparation; _preparation(); print(m.get_start_method(True))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == "None\n"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE).stdout == "None\n"
 
 
 def test_options_are_those_of_the_command_line() -> None:

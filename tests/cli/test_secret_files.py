@@ -12,6 +12,7 @@ import pytest
 
 from elastirun.cli import secret_files
 from elastirun.cli.secret_files import read_secret_file
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"correct horse battery staple\n"
@@ -65,5 +66,5 @@ def test_a_pipe_without_a_writer_is_an_error_in_time(tmp_path: Path, monkeypatch
 def test_process_substitution_gives_a_token(tmp_path: Path) -> None:
     """bash's <(...) is a pipe under /dev/fd."""
     command = f"{sys.executable} -m elastirun --dry-run --token-file=<(printf 0123456789abcdef0123) --no-python true"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.until import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 ELASTIRUN = f"{sys.executable} -m elastirun"
 # Prints the file behind each of the descriptors 0 to 2 of a worker.
@@ -17,7 +19,7 @@ SHOWS = "import os, sys; open(sys.argv[1], 'w').write(' '.join(os.readlink(f'/pr
 
 def shell(command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    return subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.daily(5)

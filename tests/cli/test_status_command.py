@@ -22,6 +22,7 @@ from elastirun.cli import main, status_command
 from elastirun.cli.subcommands import NOTHING_FOUND
 from elastirun.config import Endpoint
 from tests.support.cluster import free_port
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "correct horse battery staple"
@@ -271,7 +272,7 @@ def test_help_names_every_option(run: Run) -> None:
 
 
 def process(*argv: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60, **settings)
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, **settings)
 
 
 def test_a_real_process_without_torch() -> None:

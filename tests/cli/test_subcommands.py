@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from elastirun.cli import command_line
+from tests.support.until import PATIENCE
 
 KNOWN = "launch, check, status, scale, report, chaos, checkpoint, takeover, warm"
 
 
 def run(folder: Path, *words: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-m", "elastirun", *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "elastirun", *words], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from elastirun.takeover import arguments
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ print(f"rank {env['RANK']} of {env['WORLD_SIZE']} in round {env['ELASTIRUN_ROUND
 def take_over(cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "elastirun.takeover", *command]
-    return subprocess.run(line, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.daily(2)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.until import PATIENCE
+
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("overlays/*/kustomization.yaml"))
 
@@ -20,7 +22,7 @@ Manifest = dict[str, Any]
 
 def render(folder: Path) -> list[Manifest]:
     """Return the documents that `kubectl apply -k folder` would send."""
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr  # such as a warning that a field of kustomize is out of date
     return list(yaml.safe_load_all(done.stdout))

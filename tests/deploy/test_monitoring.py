@@ -81,7 +81,7 @@ def filled(text: str, job: str = "test") -> str:
 
 
 def promtool(*argv: str, stdin: bytes = b"") -> str:
-    done = subprocess.run(["promtool", *argv], input=stdin, capture_output=True, timeout=60)
+    done = subprocess.run(["promtool", *argv], input=stdin, capture_output=True, timeout=PATIENCE)
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, said
     return said

@@ -11,6 +11,7 @@ import pytest
 
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.rendezvous.timing import Timing
+from tests.support.until import PATIENCE
 
 FOLDER = Path(__file__).parents[2] / "deploy/systemd"
 UNIT = FOLDER / "elastirun@.service"
@@ -54,5 +55,5 @@ def test_systemd_can_read_the_unit(tmp_path: Path) -> None:
     path = tmp_path / UNIT.name
     path.write_text(UNIT.read_text().replace("/opt/elastirun/bin/elastirun", "/bin/true"))  # the program must be there
     command = ["systemd-analyze", "verify", "--man=no", str(path).replace("@", "@digits")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and str(tmp_path) not in done.stderr, done.stderr

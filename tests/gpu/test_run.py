@@ -23,7 +23,7 @@ from tests.gpu.__main__ import LEAST, NOT_INSTALLED, Run, left, summary
 from tests.gpu.machine import UNKNOWN, Machine
 from tests.gpu.parts import NEVER_TRIED, PARTS, PYTEST, Claim, Part
 from tests.support import daily
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 
 HERE = Path(__file__).parent
 MACHINE = Machine("", 2, "Python 3, torch 2", "abc")
@@ -108,7 +108,7 @@ def test_each_part_runs_dry_and_has_a_figure_for_each_claim(dry: DryRun, name: s
 def test_the_summary_comes_last_and_is_short(dry: DryRun) -> None:
     for part in DUE:
         dry.part(part.name)
-    assert dry.process.wait(60) == 0
+    assert dry.process.wait(PATIENCE) == 0
     dry.reader.join()
     said = "".join(dry.said)
     assert re.fullmatch(r"\d+ passed(, 1 missing)?\n", dry.said[-1]) and len(said[said.index("\n\n") :]) < 4000
@@ -169,7 +169,7 @@ def test_a_signal_ends_the_parts_and_the_summary_comes_all_the_same(tmp_path: Pa
             other = subprocess.run(command, env=env, cwd=HERE.parents[1], stderr=subprocess.PIPE, text=True)
             assert other.returncode == 2 and "another run uses" in other.stderr.splitlines()[-1]
             driver.send_signal(signal.SIGTERM)
-        said = driver.communicate(timeout=60)[0]
+        said = driver.communicate(timeout=PATIENCE)[0]
     assert driver.returncode == 128 + signal.SIGTERM and said.splitlines()[-1] == "2 skipped"
 
 

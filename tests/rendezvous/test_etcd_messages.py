@@ -12,6 +12,7 @@ import pytest
 from elastirun.errors import StartError
 from elastirun.rendezvous.stores.etcd import messages
 from elastirun.rendezvous.stores.etcd.messages import FILES, check_installed, load
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def python(code: str, *path: Path, **environment: str) -> str:
     """Return the output of a fresh interpreter with ``path`` first on its module path."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), **environment}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -27,9 +27,8 @@ from elastirun.rendezvous.stores.tcp_wire import TcpConnection
 from tests.support.etcd_server import Etcd, etcd
 from tests.support.listener import Listener, count_up
 from tests.support.relay import something_else
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 
-PATIENCE = 60.0  # seconds; far beyond what anything here takes
 T = TypeVar("T")
 
 

@@ -19,8 +19,8 @@ from elastirun.rendezvous.wire.codec import Codec
 from elastirun.rendezvous.wire.events import Synced
 from elastirun.rendezvous.wire.records import Broken, Cause, ExitRecord, Member, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.wire.sync import SyncProtocol
+from tests.support.until import PATIENCE
 
-PATIENCE = 60.0  # seconds; far beyond what anything here takes
 JOB = "elastirun/job/"
 CODEC = Codec()
 MEMBER = Member("a", "name-a", "10.0.0.1", 1000, 2)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.until import PATIENCE
+
 ROUND_TRIP = """
 import socket, sys
 from elastirun.rendezvous.stores import tcp, tcp_server, torch_class
@@ -32,5 +34,5 @@ print("torch.nn" in sys.modules, "numpy" in sys.modules)
 )
 def test_one_class_serves_however_it_is_imported(before: str, whole: bool) -> None:
     code = ROUND_TRIP.format(before=before)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
     assert (done.stdout.strip(), done.stderr) == (f"{whole} {whole}", "")

@@ -20,6 +20,7 @@ from elastirun.cli import main
 from elastirun.report import picture
 from elastirun.report.story import Fault, Segment
 from tests.report.events import NOON, Agent, two_nodes
+from tests.support.until import PATIENCE
 
 RUNNING, STOPPING, RESTARTING, STARTING = NodeState.RUNNING, NodeState.STOPPING, NodeState.RESTARTING, NodeState.STARTING
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome", "chrome"))), None)
@@ -235,7 +236,7 @@ def test_a_browser_finds_no_error_and_refuses_nothing(run: Run, tmp_path: Path) 
     assert run("logs").status == 0
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     command += ["--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom", f"file://{tmp_path}/report.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr[-3000:]
     assert done.stdout.count('class="running" style') >= 5
 

@@ -23,8 +23,8 @@ from typing import Any
 
 # Imported once by the fork server: importing torch takes seconds, a fork milliseconds. pytest is for the tests of mutants.
 PRELOAD = ["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel", "torch._dynamo", "pytest"]
-TIMEOUT = float(os.environ.get("TEST_PATIENCE", "170"))  # seconds; less than the limit of a test in pyproject.toml
-GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "60"))  # seconds for a collective
+TIMEOUT = float(os.environ.get("TEST_PATIENCE", "400"))  # seconds; less than the limit of a test in pyproject.toml
+GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "150"))  # seconds for a collective
 STANDSTILL = float(os.environ.get("WORLD_STANDSTILL", "inf"))  # seconds after which ranks that all stand still are given up
 STANDING = 0.25  # of that time; ranks that together run, or wait for a processor, for less stand still: waiting itself takes some
 

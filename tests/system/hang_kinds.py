@@ -27,10 +27,10 @@ from typing import Any
 
 from tests.support.cluster import Cluster, cluster
 from tests.support.tries import parser, unless
+from tests.support.until import PATIENCE
 
 NODES, WORKERS = 2, 2
 HANGS_AT = 6  # the step in which a rank hangs
-PATIENCE = 60.0  # seconds of a round, with the restart
 
 COMMON = """
 import json, os, signal, socket, sys, threading, time

@@ -182,7 +182,7 @@ def check_report(folder: Path) -> list[str]:
     wrong = [] if causes == EXPECTED else [f"the report has {causes} faults, not {EXPECTED}"]
     wrong += [f"the fault of round {fault.round} has no cost" for fault in told.faults if fault.seconds <= 0]
     command = [sys.executable, "-m", "elastirun", "report", str(folder / "logs"), f"--out={folder}/report.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     return wrong + ([] if done.returncode == 0 else [done.stderr])
 
 

@@ -15,7 +15,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.job import Agent, Job, Terms, Ticks
 from tests.chaos.network import Network, missing
 from tests.chaos.play import Play
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 
 reason = missing()
 needs_network = pytest.mark.skipif(bool(reason), reason=f"nothing can be cut here: {reason}")
@@ -45,7 +45,7 @@ def test_packets_are_dropped_one_way_lost_and_held_up(tmp_path: Path) -> None:
     def echo(count: int, patience: float) -> list[str]:
         """Which packets host 1 sends back to host 0, each within so many seconds."""
         asking = network[0].inside(sys.executable, "-c", ASK, network[1].address, str(count), str(patience))
-        return subprocess.run(asking, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout.split()
+        return subprocess.run(asking, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True).stdout.split()
 
     answering = subprocess.Popen(network[1].inside(sys.executable, "-c", ANSWER), stdout=subprocess.PIPE, text=True)
     try:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.cluster import Cluster, cluster
 from tests.support.etcd_server import etcd, needs_etcd
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 from tests.system import check_cases
 
 ON_HOSTS = pytest.mark.skipif(bool(check_cases.missing()), reason=f"no broken clusters here: {check_cases.missing()}")
@@ -128,7 +128,7 @@ def test_a_check_that_is_stopped_leaves_nothing(tmp_path: Path, end: signal.Sign
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until(lambda: children(process.pid, of="torch_probe"), "torch to be started")
         process.send_signal(end)
-        assert process.wait(60) != 0
+        assert process.wait(PATIENCE) != 0
     assert not [*tmp_path.iterdir()]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.digits import without_sklearn
+from tests.support.until import PATIENCE
 from tests.system.test_hostile import Trap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ def train(cwd: Path, *arguments: str | Path, launcher: tuple[str, ...] = (), scr
     """What the example prints when run in ``cwd``."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((without_sklearn(cwd), str(ROOT))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

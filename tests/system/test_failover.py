@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.digits import without_sklearn
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +25,9 @@ def test_nodes_are_lost_and_replaced_and_the_training_ends_undisturbed(tmp_path:
     options = [f"--epochs={epochs}", f"--pause={pause}", f"--svg={tmp_path / 'run.svg'}"]
     command = [sys.executable, str(ROOT / "examples" / "failover.py"), *options]
     environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": without_sklearn(tmp_path)}
-    done = subprocess.run(command, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        command, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * PATIENCE
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
     progress, _, table = done.stdout.partition("what happened")
     sizes = re.findall(r"round (\d) formed after +[\d.]+ s: (\d) nodes?, (\d) workers?", table)

@@ -20,7 +20,7 @@ from elastirun.agent.processes import proc
 from elastirun.agent.processes.preload import keep_warm, warm_server
 from elastirun.config import Preload
 from tests.support.cluster import Cluster, dies
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 from tests.system.test_preload import PROBE
 from tests.system.warm_launches import PLAIN, compare
 
@@ -67,7 +67,7 @@ class Warm:
 
     def command(self, *options: str, shell: str = ":", cwd: str | Path | None = None) -> subprocess.CompletedProcess[str]:
         words = self.words(*options, shell=shell)
-        return subprocess.run(words, env=self.nodes.env, text=True, capture_output=True, timeout=100, cwd=cwd)
+        return subprocess.run(words, env=self.nodes.env, text=True, capture_output=True, timeout=PATIENCE, cwd=cwd)
 
     def shown(self, *options: str, **more: Any) -> dict[str, Any]:
         ended = self.command(*options, **more)
@@ -399,7 +399,7 @@ def test_a_variable_that_was_meant_for_another_process_ends_none(warm: Warm) -> 
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as stranger:
         ours.close()
         env = {**warm.nodes.env, "ELASTIRUN_WARM": f"{theirs.fileno()},{stranger.pid}"}
-        ended = subprocess.run(warm.words("--max-restarts=1"), env=env, pass_fds=[theirs.fileno()], capture_output=True, timeout=100)
+        ended = subprocess.run(warm.words("--max-restarts=1"), env=env, pass_fds=[theirs.fileno()], capture_output=True, timeout=PATIENCE)
         assert (ended.returncode, stranger.poll()) == (0, None)
         stranger.kill()
     theirs.close()
@@ -410,7 +410,7 @@ def test_where_other_users_look_like_this_one_nothing_is_kept(warm: Warm) -> Non
     apart = ["unshare", "--user"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("no user namespace can be made here")
-    ended = subprocess.run([*apart, *warm.words()], env=warm.nodes.env, text=True, capture_output=True, timeout=100)
+    ended = subprocess.run([*apart, *warm.words()], env=warm.nodes.env, text=True, capture_output=True, timeout=PATIENCE)
     assert "shows other users as this one" in ended.stderr, ended.stderr
     assert not warm.files()
 
@@ -529,7 +529,7 @@ def test_what_belongs_to_another_user_is_not_used(warm: Warm, what: str) -> None
     else:
         command = [sys.executable, "-c", f"import os; os.setresgid(65534, 0, 0); os.execvp({command[0]!r}, {command!r})"]
     if what != "server":
-        ended = subprocess.run(command, env=warm.nodes.env, text=True, capture_output=True, timeout=100)
+        ended = subprocess.run(command, env=warm.nodes.env, text=True, capture_output=True, timeout=PATIENCE)
     os.chown(folder, 0, -1)
     os.chown(warm.folder, 0, -1)
     assert ended.returncode == 0, ended.stderr
@@ -552,7 +552,7 @@ def test_commands_that_start_together_share_one_server(warm: Warm) -> None:
     commands = [
         subprocess.Popen(warm.words(), env=warm.nodes.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)
     ]
-    ended = [command.communicate(timeout=100) for command in commands]
+    ended = [command.communicate(timeout=PATIENCE) for command in commands]
     assert len({json.loads(stdout)["importer"] for stdout, _ in ended}) == 1
     assert not any("--keep-warm" in stderr for _, stderr in ended)
 

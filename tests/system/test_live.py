@@ -195,7 +195,7 @@ def test_the_others_of_a_lost_node_go_on_without_it_and_of_one_that_leaves_too(t
         running.agents[2].send_signal(signal.SIGTERM)
         third = running.world(1, second[0]["round"])
         assert pids(third) == {pid for pid, node in children.items() if node == 1}
-        assert running.agents[2].wait(60) == 128 + signal.SIGTERM
+        assert running.agents[2].wait(PATIENCE) == 128 + signal.SIGTERM
         finish(running, tmp_path)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from elastirun.train import load_checkpoint
 from tests.support.cluster import Cluster
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "mesh"
 LAYOUTS = {
@@ -82,7 +82,9 @@ def run_example(folder: Path, layout: str, nproc: int, steps: int) -> str:
     (folder / "log").mkdir(exist_ok=True)
     options = ["--standalone", f"--nproc-per-node={nproc}", f"--mesh={mesh}"]
     script = [str(FOLDER / layout.split()[0]), f"--steps={steps}", f"--checkpoint={folder}/c", f"--log={folder}/log", *more]
-    done = subprocess.run([sys.executable, "-m", "elastirun", *options, *script], capture_output=True, text=True, timeout=160, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "elastirun", *options, *script], capture_output=True, text=True, timeout=PATIENCE, cwd=folder
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.until import PATIENCE
 from tests.system.test_endings import with_change
 
 # In network and mount namespaces of its own: every name is 10.9.9.9, after a while. Then two agents. Prints what was asked.
@@ -50,7 +51,7 @@ def test_an_endpoint_is_found_by_a_slow_name_server_that_nobody_asks_for_names_o
     agent = [sys.executable, "-m", "elastirun", *where, "--no-python", "sh", "-c", 'test -z "$RES_OPTIONS"']  # which is the agent's alone
     environ = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
     command = ["unshare", "-m", "-n", sys.executable, "-c", SERVER, str(tmp_path / "resolv"), *agent]
-    ended = subprocess.run(command, env=environ, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=environ, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr
     assert "example" in ended.stdout and "in-addr" not in ended.stdout, ended.stdout
 

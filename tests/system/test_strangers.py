@@ -14,6 +14,7 @@ import pytest
 from elastirun.agent.processes.process_tree import _own_group
 from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.left_behind import own_files
+from tests.support.until import PATIENCE
 
 root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
 REPORT = """
@@ -316,7 +317,7 @@ def test_a_stopped_guard_does_not_hold_up_the_end(nodes: Cluster) -> None:
     os.kill(guard, signal.SIGUSR1)  # which a batch system sends to all processes
     os.kill(guard, signal.SIGSTOP)
     worker.tell("0")
-    assert nodes.ends(agent, timeout=20) == 0
+    assert nodes.ends(agent, timeout=PATIENCE) == 0
     assert dies(guard) and "guard" not in nodes.out(1)
 
 
@@ -335,7 +336,7 @@ def test_a_guard_that_waits_for_the_death_of_a_large_worker_does_not_hold_up_the
     group.mkdir()
     (group / "busy").touch()
     command = [sys.executable, "-c", SLOW_GUARD, str(group)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], timeout=30, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE, check=True)
     guard = int(done.stdout)
     assert not dies(guard, 0)
     (group / "busy").unlink()
@@ -388,7 +389,7 @@ def test_a_later_guard_knows_what_the_first_one_knew(tmp_path: Path) -> None:
     folder = tmp_path / "elastirun_x"
     folder.mkdir()
     command = [sys.executable, "-c", REPLACED, str(folder)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
     worker, second = map(int, done.stdout.split())
     assert dies_or_is_ended(worker, 10)
     assert dies(second) and not folder.exists()
@@ -398,7 +399,7 @@ def test_a_later_guard_knows_what_the_first_one_knew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("then", ["again", "end"])
 def test_without_a_guard_the_agent_goes_on_and_tries_again(python: str, then: str) -> None:
     command = [sys.executable, "-c", WITHOUT_GUARD, shutil.which(python) or python, then]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "closed", done
     assert done.stdout.count("the guard cannot be started") == 1
 

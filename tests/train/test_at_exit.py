@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.until import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120.0  # seconds
 
 # ``show`` is registered first, so it runs last. The optimizer imports torch.distributed.nn.functional, which must not keep the group.
 SCRIPT = """

@@ -452,6 +452,6 @@ if sys.argv[2] == "dropped":
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("how", ["kept", "dropped"])
 def test_the_end_of_the_interpreter_waits_for_what_was_saved(tmp_path: Path, how: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path, how], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path, how], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "step-00000007").is_dir()
     assert {path.name for path in tmp_path.iterdir()} <= {"step-00000007", ".lock"}

@@ -13,6 +13,7 @@ import torch
 
 from elastirun.train.errors import WrongUse
 from elastirun.train.torch_private import NEEDED, missing, private
+from tests.support.until import PATIENCE
 
 TRAIN = Path(__file__).resolve().parents[2] / "elastirun" / "train"
 MODULES = {"torch": "torch", "dist": "torch.distributed", "c10d": "torch.distributed.distributed_c10d", "nn": "torch.nn"}
@@ -56,14 +57,14 @@ def test_the_installed_torch_has_them_all() -> None:
 
 
 def test_a_torch_without_one_is_one_sentence() -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE)
     assert (ended.returncode, ended.stderr) == (1, f"{SENTENCE}\n")
 
 
 def test_the_job_ends_at_once_and_its_report_has_the_sentence(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(f"import os\nopen(f'started{{os.getpid()}}', 'x').close()\n{SCRIPT}")
     command = [sys.executable, "-m", "elastirun", "--max-restarts=3", "t.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 1 and len(list(tmp_path.glob("started*"))) == 1, "no restart"
     assert ended.stderr.count(SENTENCE.partition(": ")[2]) >= 2 and "Traceback" not in ended.stderr
 

@@ -25,6 +25,7 @@ from elastirun.train.reduction.transports.base import Storage, part_of
 from elastirun.train.reduction.transports.choose import choose
 from elastirun.train.reduction.transports.group import GroupTransport
 from elastirun.train.reduction.transports.shared_memory import SharedArena, SharedMemory
+from tests.support.until import PATIENCE
 from tests.support.worlds import Died, run
 
 CPU = torch.device("cpu")
@@ -369,7 +370,7 @@ os._exit(0)
 
 def test_numpy_is_not_needed(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert sorted(done.stdout.splitlines()) == ["0 fine", "1 fine"], done.stderr
 
 

@@ -34,6 +34,7 @@ from elastirun.train import (
     keyed_rng,
     load_checkpoint,
 )
+from tests.support.until import PATIENCE
 
 NUMBERS = list(range(8))
 SGD = torch.optim.SGD
@@ -215,7 +216,7 @@ def test_what_torch_refuses_as_a_type_is_a_type_error_here_too(wrong: str) -> No
 
 def test_elastic_is_there_without_an_import_of_its_own() -> None:
     code = "import sys, elastirun.train as t; print('elastirun.train.elastic' in sys.modules, t.elastic.Elastic.__name__)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert found.stdout.split() == ["False", "Elastic"]
     with pytest.raises(AttributeError, match="module 'elastirun.train' has no attribute 'nosuch'"):
         any(elastirun.train).nosuch  # noqa: B018
