@@ -137,7 +137,7 @@ def _prepare(argv: Sequence[str], warn: bool) -> LaunchConfig | int:
     options = GivenOptions(given, dict(os.environ))
     facts = MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4()), this_host, script_imports.of_command)
     config = resolve(options, script, facts)
-    _check_command(config.command, os.environ.get("PYTHON_EXEC"))
+    check_command(config.command, os.environ.get("PYTHON_EXEC"))
     if importlib.util.find_spec("torch") is None:
         raise BadCommand(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
     _check_log_dir(options, config.logs.log_dir)
@@ -187,7 +187,8 @@ def _tell_scheduler_of_signals() -> None:
 # --- checks on this machine
 
 
-def _check_command(command: Command, python: str | None) -> None:
+def check_command(command: Command, python: str | None) -> None:
+    """Raise BadCommand where what the command names is not on this machine."""
     script = command.script
     if python and not command.no_python and shutil.which(python) is None:
         raise BadCommand(f"PYTHON_EXEC: there is no program {quote(python)}; give the path of a Python interpreter")

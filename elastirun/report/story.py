@@ -441,7 +441,7 @@ def _outcome(agents: Sequence[AgentEvents]) -> str:
         last = max(closed, key=lambda one: one.at)
         verdict, reason = last.event.text("verdict"), last.event.text("reason")
         return f"The job {verdict}" + (f": {reason}" if reason and verdict != "succeeded" else "")
-    return "No event tells how the job ended"
+    return "No event tells how the job ended; it may still run"
 
 
 def _about(events: Sequence[EventLine]) -> About:

@@ -69,3 +69,8 @@ def test_a_misspelt_command_gets_a_hint(tmp_path: Path) -> None:
 def test_a_script_of_that_name_is_started(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("print('started')")
     assert run(tmp_path, name)[:2] == (0, "started\n")
+
+
+def test_a_check_with_a_script_that_is_not_here_says_so(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "check", "--torch=off", "nosuch.py")
+    assert (code, out, err.count("\n")) == (3, "", 1) and f"there is no file 'nosuch.py' in {tmp_path}" in err

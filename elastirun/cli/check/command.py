@@ -19,7 +19,7 @@ from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
 from elastirun.cli import command_line
 from elastirun.cli.given_options import GivenOptions, MachineFacts
-from elastirun.cli.main import count_devices, this_host
+from elastirun.cli.main import check_command, count_devices, this_host
 from elastirun.cli.options import Option
 from elastirun.cli.parse import quote
 from elastirun.cli.resolve import resolve
@@ -51,8 +51,8 @@ to do for each finding.
 
 elastirun --check ... train.py does the same before a job, and a node that should not take part ends.
 
-Exit status: 0 this node may take part; 2 wrong use; 201 too few nodes came, or the check broke off;
-202 this node should not take part, or does not reach the place where the nodes meet.
+Exit status: 0 this node may take part; 2 wrong use; 3 the script is not here; 201 too few nodes came, or
+the check broke off; 202 this node should not take part, or does not reach the place where the nodes meet.
 """
 
 
@@ -71,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     config = replace(resolve(options, script or ["-"], facts), token=read_token(options))
     if before_job:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process dies with the launcher
+    elif script:
+        check_command(config.command, os.environ.get("PYTHON_EXEC"))
     for warning in () if before_job else options.warnings:
         _say(f"warning: {warning}")
     from elastirun.agent.check import run  # slow imports
