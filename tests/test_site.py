@@ -74,6 +74,7 @@ def test_a_docstring_becomes_examples_and_a_list_of_arguments() -> None:
     )
 
 
+@pytest.mark.daily(3)
 def test_the_site_has_signatures_docstrings_and_sources_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     loaded("pages").write(tmp_path)

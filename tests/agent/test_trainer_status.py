@@ -298,6 +298,7 @@ def test_a_server_that_is_away_or_of_another_authority_is_one_line(
     assert trainer.posts.empty()
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("text", [None, "", "two words", "a pipe", f"{SECRET}\nX-Injected: 1", SECRET * 1000, "\x00"])
 def test_a_token_that_is_none_is_not_sent(nodes: Cluster, trainer: Trainer, authority: Authority, token: Path, text: str | None) -> None:
     token.unlink() if text in (None, "a pipe") else token.write_text(text or "")

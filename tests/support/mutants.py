@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elastirun", "tests", "benchmarks")
 SHARE = 12  # one of so many mutants runs each day,
 AGAIN = 2  # and one of so many of their tests with all rules in place, where it is only to be seen that they can pass in the copy
-TIMEOUT = 170.0  # seconds for the tests of one mutant
+TIMEOUT = 400.0  # seconds for the tests of one mutant
 PATIENCE = 15.0  # seconds that a test waits for what does not come without the rule; many mutants are noticed by that
 
 

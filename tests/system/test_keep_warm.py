@@ -148,6 +148,7 @@ WAYS = {  # name -> what a shell does before
 }
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("shell", WAYS.values(), ids=WAYS)
 def test_a_command_that_is_started_in_another_way_gets_another_server(warm: Warm, shell: str) -> None:
     if "taskset" in shell and len(os.sched_getaffinity(0)) == 1:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.daily(3)
 def test_no_thread_of_gloo_outlives_the_last_exit_handler(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)]

@@ -204,6 +204,7 @@ def test_a_slow_rank_gets_less_and_the_training_is_the_same_also_resumed_at_anot
         assert rank["weights"] == pytest.approx(alone["weights"], abs=1e-6)
 
 
+@pytest.mark.daily(3)
 def test_each_sample_once_where_batches_are_loaded_in_advance() -> None:
     (alone,) = run(1, train, {}, None, None, 75)  # the epoch has 71 steps, the last one of 5 samples
     ranks = run(2, train, {"balance": True, "num_workers": 2}, 1, None, 75)

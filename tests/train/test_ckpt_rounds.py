@@ -157,6 +157,7 @@ def test_an_end_without_patience_does_not_wait_for_other_ranks() -> None:
     assert not made._thread.is_alive() and one.error
 
 
+@pytest.mark.daily(3)
 def test_an_end_that_does_not_wait_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     made, _ = publisher(Writer())
     begun, end = threading.Event(), threading.Event()

@@ -50,6 +50,7 @@ def is_known(plan: Plan, found: Walk, number: int) -> bool:
     return found.states[number][5] == last and found.wrong[number] in {BEYOND, *meet}
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_no_state_is_without_an_exit_and_ranks_of_one_world_meet_in_the_same_collective(name: str) -> None:
     """An exit: all that live train in one world, or end. Neither a disturbance nor a wait of 10 s leads there."""
@@ -66,6 +67,7 @@ def test_each_row_is_reached() -> None:
     assert [row for row in ROWS if row not in reached and row.phase is not Phase.FIXED] == []
 
 
+@pytest.mark.daily(3)
 def test_a_table_without_a_row_is_noticed() -> None:
     before = [{*(found := walk(plan, step)).wrong.values()} for plan in SMALL]
     missed = []

@@ -191,13 +191,13 @@ def trials(rank: int, world: int, kind: str, first: int, last: int) -> list[Any]
     return [(seed, wrong) for seed in range(first, last) if (wrong := one(rank, world, seed))]
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 1000)])
 def test_any_graph_on_any_rank(world: int, first: int) -> None:
     assert run(world, trials, "trial", first, first + 12) == [[]] * world
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 1000)])
 def test_two_modules_in_any_order_on_any_rank(world: int, first: int) -> None:
     assert run(world, trials, "duet", first, first + 10) == [[]] * world
