@@ -26,7 +26,7 @@ from elastirun.train.reduction.transports.choose import choose
 from elastirun.train.reduction.transports.group import GroupTransport
 from elastirun.train.reduction.transports.shared_memory import SharedArena, SharedMemory
 from tests.support.until import PATIENCE
-from tests.support.worlds import Died, run
+from tests.support.worlds import GROUP_TIMEOUT, Died, run
 
 CPU = torch.device("cpu")
 SIZES = (1, 63, 64, 65, 1000, 0, 1_000_003)
@@ -445,7 +445,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives_on(tmp_path: Path) -> N
 
 def stopped(rank: int, ranks: int, folder: Path) -> Any:
     transport = SharedMemory(world())
-    assert transport.timeout == timedelta(seconds=60)  # that of the group
+    assert transport.timeout == timedelta(seconds=GROUP_TIMEOUT)
     if rank == 0:
         transport.timeout = timedelta(seconds=0.3)
     arena = transport.allocate(storages(10))
