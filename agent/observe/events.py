@@ -362,7 +362,9 @@ def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:
         found.append(Formed(new.round, new.reason, [m.name for m in new.members], joined, gone, new.world_size, new.failures))
     broken, closed, cause = new.broken, new.closed, cause_of(new)
     if broken is not None and cause is not None and not (same_round and old and cause_of(old) is cause):
-        lost = [names.get(i, i) for i in broken.died]
+        # Who learns from a store that has moved that the host was lost, does not read whom its record names.
+        ids = broken.died or ((new.host,) if cause is Cause.LOST else ())
+        lost = [names.get(i, i) for i in ids]
         reason = broken.reason if cause is broken.cause else _after_loss(lost, broken.reason)
         found.append(Broken(new.round, cause.value, reason, names.get(broken.by, broken.by), lost))
     if closed is not None and not (old and old.closed):

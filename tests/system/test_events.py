@@ -47,6 +47,12 @@ def test_a_failure_that_comes_from_the_loss_of_a_node_is_told_once_more() -> Non
     assert [type(event) for event in changes(failed, replace(SECOND, failures=1))] == [Formed]
 
 
+def test_who_goes_to_another_store_names_the_lost_host_of_the_last_one() -> None:
+    hosted = replace(FIRST, host="b1")
+    moved = replace(hosted, broken=records.Broken(Cause.LOST, "b was lost", "a1", over=True))
+    assert changes(hosted, moved) == [Broken(1, "lost", "b was lost", by="a", lost=["b"])]
+
+
 def test_the_page_and_the_code_have_the_same_events_and_fields() -> None:
     page = (Path(__file__).parents[2] / "docs" / "events.md").read_text().partition("\n## ")[0]
     fields: dict[str, set[str]] = {}
