@@ -20,6 +20,7 @@ from elastirun.agent.processes import proc
 from elastirun.agent.processes.preload import keep_warm, warm_server
 from elastirun.config import Preload
 from tests.support.cluster import Cluster, dies
+from tests.support.images import open_files
 from tests.support.until import PATIENCE, until
 from tests.system.test_preload import PROBE
 from tests.system.warm_launches import PLAIN, compare
@@ -84,7 +85,11 @@ class Warm:
     def until_idle(self, server: int) -> None:
         """Wait until the server has no job, so that it has nothing open but what it began with."""
         own = ["/dev/null"] * 3 + [str(self.folder / keep_warm.FOLDER), "socket"]
-        until(lambda: opened_by(server) == own, "the job's pipe to be closed", state=lambda: str(opened_by(server)))
+        until(
+            lambda: sorted(path.partition(":")[0] for path in open_files(server)) == own,
+            "the job's pipe to be closed",
+            state=lambda: str(open_files(server)),
+        )
 
     def stop(self) -> None:
         pids = self.servers()
@@ -265,10 +270,6 @@ def test_nor_does_the_process_that_has_made_it_to_try_modules(warm: Warm, monkey
 
 def is_at_root(pid: int) -> bool:
     return os.readlink(f"/proc/{pid}/cwd") == "/"
-
-
-def opened_by(pid: int) -> list[str]:
-    return sorted(os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0] for fd in os.listdir(f"/proc/{pid}/fd"))
 
 
 def memory_of(pid: int) -> bytes:
