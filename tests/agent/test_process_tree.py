@@ -16,6 +16,7 @@ from benchmarks.lab import ELASTIRUN
 from benchmarks.orphans import MOMENTS, PHASES, Case, run
 from elastirun.agent.processes.process_tree import _own_group
 from elastirun.rendezvous.stores import tcp_server
+from tests.support.children import guard_of
 from tests.support.cluster import PATIENCE, Cluster, Worker, dies, kill
 from tests.support.until import until
 
@@ -109,15 +110,6 @@ def nodes(nodes: Cluster) -> Cluster:
 def everyone(nodes: Cluster) -> dict[str, Worker]:
     found = [nodes.worker() for _ in range(3)]
     return {w.env["who"]: w for w in found}
-
-
-def guard_of(agent: subprocess.Popen[str]) -> int:
-    (pid,) = (int(p) for p in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split() if "guard.py" in command(int(p)))
-    return pid
-
-
-def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])

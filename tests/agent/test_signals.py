@@ -16,6 +16,7 @@ import pytest
 
 from elastirun.agent.processes import signals
 from elastirun.agent.processes.signals import Signals
+from tests.support.children import guard_of
 from tests.support.cluster import PATIENCE, Cluster, dies
 from tests.system.test_pid1 import SLOW_IMPORT
 from tests.system.test_stopping import SCRIPT
@@ -127,11 +128,7 @@ def test_no_signal_to_all_processes_of_a_step_ends_the_guard(nodes: Cluster) -> 
     nodes.script.write_text(SCRIPT)
     agent = nodes.launch(1, "--grace=0.2", str(nodes.script))
     (worker,) = nodes.round(1)
-    (guard,) = [
-        int(pid)
-        for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        if "guard.py" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
+    guard = guard_of(agent)
     for name in ("USR1", "USR2", "ALRM", "PROF", "IO", "PWR", "XCPU", "TERM", "INT", "HUP", "QUIT", "TSTP", "TTIN", "TTOU"):
         os.kill(guard, signal.Signals[f"SIG{name}"])
     assert not dies(guard, 0.3)

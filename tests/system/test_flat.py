@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.children import children
+from tests.support.children import children, guard_of
 from tests.support.cluster import WORKER, Cluster
 
 EARLY, LATE = 20, 110  # the rounds that are compared
@@ -45,7 +45,7 @@ def status(pid: int) -> dict[str, int]:
 
 
 def held(nodes: Cluster, agent: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
-    (guard,) = (pid for pid in children(agent.pid) if "/guard.py" in Path(f"/proc/{pid}/cmdline").read_text())
+    guard = guard_of(agent)
     token = f"TEST_SOCKET={nodes.env['TEST_SOCKET']}".encode()
     files = sum(len(folders) + len(names) for top in nodes.tmp_path.glob("elastirun_*") for _, folders, names in os.walk(top))
     return {"agent": status(agent.pid), "guard": status(guard), "node": {"carriers": carriers(token), "temporary files": files}}

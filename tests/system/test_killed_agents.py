@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.children import guard_of
 from tests.support.cluster import Cluster, dies, kill
 from tests.support.left_behind import own_files
 from tests.system.agent_kills import MOMENTS, TARGETS, one_kill
 
 EXPIRE = 30.0  # seconds; far longer than a death notice takes
 PATIENT = (f"--expire={EXPIRE:g}", "--last-call=0.5")
-
-
-def guard_of(agent: subprocess.Popen[str]) -> int:
-    """Return the pid of the agent's guard."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    (pid,) = (int(pid) for pid in children if "/guard.py" in Path(f"/proc/{pid}/cmdline").read_text())
-    return pid
 
 
 @pytest.mark.daily(4)

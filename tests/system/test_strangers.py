@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastirun.agent.processes.process_tree import _own_group
+from tests.support.children import guard_of
 from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.left_behind import own_files
 from tests.support.until import PATIENCE
@@ -76,12 +77,6 @@ def ungrouped() -> tuple[str, ...]:
         pytest.skip("control groups can be made here, and taken away by root only")
     mount = "for m in $(awk '$3 == \"cgroup2\" {print $2}' /proc/mounts); do mount -o bind,remount,ro $m; done"
     return ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
-
-
-def guard_of(agent: subprocess.Popen[str]) -> int:
-    pids = map(int, Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split())
-    (pid,) = (pid for pid in pids if "guard.py" in Path(f"/proc/{pid}/cmdline").read_text())
-    return pid
 
 
 def kill_with_guard(agent: subprocess.Popen[str]) -> None:
