@@ -16,7 +16,7 @@ from elastirun.agent.observe.node_states import NodeState
 from elastirun.agent.observe.round_ends import cause_of, ended_rounds, lost_after_all
 from elastirun.agent.output.log_files import LogFile
 from elastirun.agent.part import NodeRound, Part
-from elastirun.rendezvous.wire import actions
+from elastirun.rendezvous.wire import actions, records
 from elastirun.rendezvous.wire.records import Blame, Cause, ExitRecord, RoundRecord
 
 FORMAT = 1  # raised when a field changes its meaning
@@ -362,14 +362,19 @@ def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:
         found.append(Formed(new.round, new.reason, [m.name for m in new.members], joined, gone, new.world_size, new.failures))
     broken, closed, cause = new.broken, new.closed, cause_of(new)
     if broken is not None and cause is not None and not (same_round and old and cause_of(old) is cause):
-        # Who learns from a store that has moved that the host was lost, does not read whom its record names.
-        ids = broken.died or ((new.host,) if cause is Cause.LOST else ())
-        lost = [names.get(i, i) for i in ids]
-        reason = broken.reason if cause is broken.cause else _after_loss(lost, broken.reason)
-        found.append(Broken(new.round, cause.value, reason, names.get(broken.by, broken.by), lost))
+        found.append(_end_of(new, broken, cause, names))
     if closed is not None and not (old and old.closed):
         found.append(Closed(new.round, closed.verdict.value, closed.reason, names.get(closed.by, closed.by)))
     return found
+
+
+def _end_of(record: RoundRecord, broken: records.Broken, cause: Cause, names: Mapping[str, str]) -> Broken:
+    """Return the event for ``broken``, the end of the round of ``record``. ``names``: of the nodes, by id."""
+    # A node that leaves the store of a lost host for another one does not know yet whom the record there names.
+    ids = broken.died or ((record.host,) if cause is Cause.LOST else ())
+    lost = [names.get(i, i) for i in ids]
+    reason = broken.reason if cause is broken.cause else _after_loss(lost, broken.reason)
+    return Broken(record.round, cause.value, reason, names.get(broken.by, broken.by), lost)
 
 
 def _after_loss(lost: Sequence[str], reason: str) -> str:

@@ -255,9 +255,8 @@ def _recorded(agent: AgentEvents, stepped: set[int]) -> list[Segment]:
 def _segment(job: int, event: EventLine, at: float, stepped: set[int]) -> Segment:
     """Return what a state event says, without its end."""
     state, number = RECORDED.get(event.text("state"), NodeState.UNKNOWN), event.whole("round")
-    if (
-        state is NodeState.RUNNING and stepped and number < min(stepped)
-    ):  # the round ended before its first step, which ``Account`` learned later
+    # A round that ended before its first step was told of as training, as long as the account had not seen that steps are stamped.
+    if state is NodeState.RUNNING and stepped and number < min(stepped):
         state = NodeState.STARTING
     ended = number if state in (NodeState.STOPPING, NodeState.RESTARTING) else number - 1
     return Segment(state, at, at, number, (job, ended) if event.text("cause") and state in COSTS else None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-# Seconds; more than ten times what anything here takes. Tests of mutants, which are to fail, wait less.
+# Seconds; ten times what most things here take on a quiet machine. Tests of mutants, which are to fail, wait less.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "180"))
 PAUSE = 0.02  # seconds between two looks; longer where a look starts a process
 

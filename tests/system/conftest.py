@@ -13,7 +13,7 @@ from tests.support.daily import today
 # By the day. Most scripts here have no torch, so their workers are executed by default; with json, which takes no time, they are forks.
 PRELOADS = (None, "off", "json")
 
-# What a launcher does for every job, and what the README has run. Of the other files a third of the tests runs each day.
+# These files run whole each day: what a launcher does for every job, and what the README shows. A third of the other tests does.
 EACH_DAY = [
     f"test_{name}.py" for name in "launcher elastic restarts stopping endings failover checkpoints planned_stops example readme".split()
 ]
